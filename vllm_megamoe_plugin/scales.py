@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales: what is checked after loading, and what is derived into fixed tensors.
+
+Runs in post-load processing, where a host read is allowed. Checks come first and
+write nothing, so a refused weight set leaves every derived tensor as it was.
+
+The L2 activation scale is one number for the layer: the maximum of the `down_proj`
+input scales over all logical experts of all ranks, so that every rank quantizes
+alike. Kernels read it from a one-element fp32 device tensor, and form
+`l2_alpha = w2_weight_scale_2 * l2_activation_scale` from the same tensor, so a
+captured graph can never mix an old scale with a new product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formats import E4M3_NAN_BYTES
+from .loader import summarize
+
+_FP32_TINY = torch.finfo(torch.float32).tiny
+
+
+def fault_of(value: float) -> str | None:
+    """Why a scale cannot be used, None when it can."""
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "infinite"
+    if value < 0:
+        return "negative"
+    if value == 0:
+        return "zero"
+    return "denormal" if value < _FP32_TINY else None
+
+
+def check_global_scales(stored: Tensor, name: str, labels: Sequence[str]) -> None:
+    """Refuse global weight scales that cannot multiply a weight.
+
+    Args:
+        stored: fp32, one value per label, as the checkpoint holds them (a stored
+            reciprocal is unusable exactly when the scale is).
+
+    Raises:
+        ValueError: naming every unusable value.
+    """
+    bad = [
+        f"{label} = {value:g} ({fault})"
+        for label, value in zip(labels, stored.flatten().tolist(), strict=True)
+        if (fault := fault_of(value))
+    ]
+    if bad:
+        raise ValueError(
+            f"{name}: unusable global scales: {summarize(bad)}. Each must be a "
+            "finite positive number; re-export the checkpoint."
+        )
+
+
+def check_block_scales(scales: Tensor, name: str, experts: Sequence[int]) -> None:
+    """Refuse E4M3 block scales that hold NaN bytes (0x7F, 0xFF).
+
+    Args:
+        scales: E4M3 [E, ...], in any kernel layout; scanned expert by expert.
+        experts: logical id of each of the E slots, for the message.
+
+    Raises:
+        ValueError: naming tensor, experts and counts.
+    """
+    nan = E4M3_NAN_BYTES[0]
+    counts = [(one.view(torch.uint8).bitwise_and(nan) == nan).sum() for one in scales]
+    found = torch.stack(counts).tolist()
+    bad = [
+        f"expert {expert}: {n} of {scales[0].numel()}"
+        for expert, n in zip(experts, found, strict=True)
+        if n
+    ]
+    if bad:
+        raise ValueError(
+            f"{name}: block scales are NaN (bytes 0x7F or 0xFF): {summarize(bad)}. "
+            "The exporter overflowed E4M3; `vllm-megamoe inspect` finds the "
+            "coordinates. Re-export with scales clamped to 448."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputScales:
+    """What the stored input scales of one projection amount to."""
+
+    maximum: float
+    """Largest usable scale over all logical experts."""
+    dead: tuple[int, ...]
+    """Experts whose calibration saw only zeros; they do not take part."""
+    filled: tuple[int, ...]
+    """Experts without a usable scale that take the maximum instead."""
+
+
+def read_input_scales(
+    stored: Tensor, name: str, *, reciprocal: bool, fill_missing: bool
+) -> InputScales:
+    """Judge the stored input scales of a layer and take their maximum.
+
+    A stored reciprocal of inf or 0 is how compressed-tensors writes an expert that
+    calibration never reached: it takes no part in the maximum. Where scales are
+    stored as they are, the same expert would be a zero, which is indistinguishable
+    from a broken export and is refused unless `fill_missing`.
+
+    Args:
+        stored: fp32 [logical experts].
+        reciprocal: values are 1/scale.
+        fill_missing: let unusable experts take the maximum instead of refusing.
+
+    Raises:
+        ValueError: naming every unusable value, or that none is usable.
+    """
+    usable: list[float] = []
+    dead: list[int] = []
+    filled: list[int] = []
+    bad: list[str] = []
+    for expert, value in enumerate(stored.tolist()):
+        fault = fault_of(value)
+        if fault is None:
+            # fp32 division, as a kernel would do it
+            scale = torch.tensor(value, dtype=torch.float32)
+            usable.append((1.0 / scale if reciprocal else scale).item())
+        elif reciprocal and fault in ("zero", "infinite") and value >= 0:
+            dead.append(expert)
+        elif fill_missing and fault in ("zero", "NaN", "infinite"):
+            filled.append(expert)
+        else:
+            bad.append(f"expert {expert} = {value:g} ({fault})")
+    if bad:
+        raise ValueError(
+            f"{name}: unusable input scales: {summarize(bad)}. Re-calibrate, set "
+            "VLLM_MEGAMOE_MISSING_INPUT_SCALE=max to give missing ones the layer's "
+            "maximum, or run weight-only with VLLM_MEGAMOE_ACTIVATION=w4a16."
+        )
+    if not usable:
+        raise ValueError(
+            f"{name}: no expert has a usable input scale, so activations cannot be "
+            "quantized. Run weight-only with VLLM_MEGAMOE_ACTIVATION=w4a16."
+        )
+    return InputScales(maximum=max(usable), dead=tuple(dead), filled=tuple(filled))
+
+
+def check_l2_scale_tensor(scale: Tensor | None, device: torch.device) -> None:
+    """The contract of the L2 activation scale at a kernel's boundary.
+
+    Looks at type, dtype, size and device only: a look at the value would need a
+    device sync. None means a unit scale.
+
+    Raises:
+        TypeError: not a tensor, or not float32.
+        ValueError: not one element, or on another device than the output.
+    """
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor):
+        raise TypeError(
+            f"l2_activation_scale must be a float32 device tensor, got "
+            f"{type(scale).__name__}; a Python number would be baked into a captured "
+            "graph. Pass torch.full((1,), scale, device=...)."
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"l2_activation_scale must be float32, got {scale.dtype}.")
+    if scale.numel() != 1:
+        raise ValueError(
+            f"l2_activation_scale must have one element, got {tuple(scale.shape)}."
+        )
+    if scale.device != device:
+        raise ValueError(
+            f"l2_activation_scale is on {scale.device}, the output on {device}."
+        )
+
+
+def invert_into(out: Tensor, stored: Tensor) -> None:
+    """`out.copy_(1 / stored)`: the multiplier of a stored reciprocal, in place."""
+    out.copy_(stored.reciprocal())

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-megamoe demo`: serve the shipped model, break its weights, restore them.
+
+The protocol: cold start; one update of the whole checkpoint with every tensor's
+elements rolled by one; one update of the real checkpoint. After each, held-out
+problems are scored, fixed prompts are read back with logprobs, and every tensor's
+SHA-256 and address is taken in the workers. The server never restarts.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from ..sync.digest import compare
+from ..sync.sender import DirectSender, Server, checkpoint_weights
+
+MIN_ACCURACY = 0.90
+MAX_SCRAMBLED = 0.05
+_STARTUP_S = 240
+_REQUEST_S = 120
+_MAX_TOKENS = 224
+_CONCURRENCY = 16
+_PROBES = 4
+_ANSWER = re.compile(r"####\s*(-?[\d,]+)")
+
+
+def shipped_model() -> Path:
+    """The small model that comes with the package, or with its source tree.
+
+    Raises:
+        FileNotFoundError: naming both places.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = (
+        package / "models" / "arith_moe" / "nvfp4",
+        package.parent / "examples" / "arith_moe" / "nvfp4",
+    )
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise FileNotFoundError(
+        "The demo's model is not installed: neither "
+        + " nor ".join(str(p) for p in places)
+        + " holds a config.json. Reinstall the package, or pass a model directory."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One held-out problem as a prompt, and the number that answers it."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a server shows of the weights it serves."""
+
+    accuracy: float
+    texts: tuple[str, ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    digests: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The figures of one demo."""
+
+    problems: int
+    accuracy: float
+    scrambled_accuracy: float
+    restored_accuracy: float
+    tensors_total: int
+    tensors_changed: int
+    tensors_restored: int
+    tensors_moved: int
+    texts_equal: bool
+    logprobs_equal: bool
+    sync_seconds: float
+    seconds: float
+    kernel: str
+
+    def faults(self) -> list[str]:
+        """Every reason why this is not a success."""
+        checks = (
+            (
+                self.accuracy >= MIN_ACCURACY,
+                f"accuracy {self.accuracy:.3f} is below {MIN_ACCURACY}",
+            ),
+            (
+                self.scrambled_accuracy <= MAX_SCRAMBLED,
+                f"scrambled weights still score {self.scrambled_accuracy:.3f}",
+            ),
+            (
+                self.restored_accuracy == self.accuracy,
+                f"accuracy came back as {self.restored_accuracy:.3f}",
+            ),
+            (self.tensors_changed > 0, "the scrambled update changed no tensor"),
+            (
+                0 < self.tensors_restored == self.tensors_total,
+                f"{self.tensors_restored} of {self.tensors_total} tensors restored",
+            ),
+            (self.tensors_moved == 0, f"{self.tensors_moved} tensors moved"),
+            (self.texts_equal, "generated texts differ"),
+            (self.logprobs_equal, "logprobs differ"),
+        )
+        return [reason for ok, reason in checks if not ok]
+
+
+def load_tasks(folder: Path, problems: int) -> list[Task]:
+    """Five-shot prompts of the first `problems` held-out problems.
+
+    Raises:
+        FileNotFoundError: the folder lacks problems.jsonl or fewshot.jsonl.
+        ValueError: it has fewer problems.
+    """
+    held_out = _read_jsonl(folder / "problems.jsonl")
+    if not 0 < problems <= len(held_out):
+        raise ValueError(
+            f"--problems must be between 1 and {len(held_out)}, got {problems}."
+        )
+    shots = "".join(
+        f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n"
+        for shot in _read_jsonl(folder / "fewshot.jsonl")
+    )
+    return [
+        Task(
+            f"{shots}Question: {item['question']}\nAnswer:",
+            item["answer"].rsplit("####", 1)[1].strip().replace(",", ""),
+        )
+        for item in held_out[:problems]
+    ]
+
+
+def _read_jsonl(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines() if line]
+
+
+def scrambled(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its elements rolled by one: same names, shapes, dtypes."""
+    for name, tensor in weights:
+        bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        rolled = bits.reshape(-1).roll(1).reshape(bits.shape)
+        yield name, rolled.view(tensor.dtype)
+
+
+@contextmanager
+def serving(model: Path, port: int, progress: Progress) -> Iterator[Server]:
+    """A real server for the model, gone when the block is left for any reason.
+
+    Raises:
+        RuntimeError: it died or did not come up; with the last lines of its log.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            _command(model, port),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
+        )
+        try:
+            server = Server(f"http://127.0.0.1:{port}", _REQUEST_S)
+            _wait_until_healthy(server, process, progress)
+            yield server
+        except (RuntimeError, OSError) as e:
+            if process.poll() is None:
+                raise
+            raise RuntimeError(
+                f"The server ended with code {process.returncode} ({e}). Its last "
+                f"lines:\n{_tail(log)}"
+            ) from e
+        finally:
+            _end(process)
+
+
+def _command(model: Path, port: int) -> list[str]:
+    options = {
+        "served-model-name": "demo",
+        "host": "127.0.0.1",
+        "port": port,
+        "moe-backend": "megamoe",
+        "max-model-len": 1536,
+        "max-num-seqs": _CONCURRENCY,
+        "weight-transfer-config": json.dumps({"backend": "megamoe_direct"}),
+        "worker-extension-cls": "vllm_megamoe_plugin.sync.worker_extension."
+        "MegaMoEWorkerExtension",
+        "middleware": "vllm_megamoe_plugin.sync.gate.RefuseIncomplete",
+    }
+    command = [sys.executable, "-m", "vllm_megamoe_plugin", "serve", str(model)]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    return [*command, "--enforce-eager"]
+
+
+def _environment() -> dict[str, str]:
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {**defaults, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def _wait_until_healthy(
+    server: Server, process: subprocess.Popen, progress: Progress
+) -> None:
+    task = progress.add_task("starting the server", total=None)
+    deadline = time.monotonic() + _STARTUP_S
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError("it never became healthy")
+        try:
+            server.get("/health")
+        except OSError:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"The server was not healthy within {_STARTUP_S} s."
+                ) from None
+            time.sleep(0.5)
+            continue
+        progress.update(task, total=1, completed=1)
+        return
+
+
+def _tail(log: Any, lines: int = 25) -> str:
+    """The first error, which is the cause, and the last lines."""
+    log.seek(0)
+    text = log.readlines()
+    errors = (x for x in text if re.search(r" ERROR .*(Error|Exception): ", x))
+    return "".join([next(errors, ""), "...\n", *text[-lines:]])
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the whole process group: the API server, the engine and its workers."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sent)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def complete(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
+    """The one choice of a greedy completion."""
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "seed": 0, **options}
+    return server.post("/v1/completions", body)["choices"][0]
+
+
+def _is_right(server: Server, task: Task) -> bool:
+    stop = ["\n\n", "Question:"]
+    choice = complete(server, task.prompt, max_tokens=_MAX_TOKENS, stop=stop)
+    found = _ANSWER.search(choice["text"])
+    return found is not None and found[1].replace(",", "") == task.answer
+
+
+def observe(
+    server: Server, tasks: list[Task], progress: Progress, label: str
+) -> Observation:
+    """Score, then read fixed prompts one at a time from an empty prefix cache."""
+    bar = progress.add_task(f"{label}: problems", total=len(tasks))
+    right = 0
+    with ThreadPoolExecutor(_CONCURRENCY) as pool:
+        for ok in pool.map(lambda task: _is_right(server, task), tasks):
+            right += ok
+            progress.advance(bar)
+    # batching changes sums in the last bit, so the bitwise part is sequential
+    server.post("/reset_prefix_cache")
+    probes = [
+        complete(server, task.prompt, max_tokens=48, logprobs=5)
+        for task in tasks[:_PROBES]
+    ]
+    digests: dict[str, Any] = {}
+    for rank in server.rpc("megamoe_digests"):
+        digests |= rank
+    return Observation(
+        accuracy=right / len(tasks),
+        texts=tuple(p["text"] for p in probes),
+        logprobs=tuple(_all_logprobs(p["logprobs"]) for p in probes),
+        digests=digests,
+    )
+
+
+def _all_logprobs(found: dict[str, Any]) -> tuple[float, ...]:
+    """The sampled tokens' logprobs and those of every listed alternative."""
+    others = [v for top in found["top_logprobs"] for _, v in sorted(top.items())]
+    return (*found["token_logprobs"], *others)
+
+
+def _measure(
+    model: Path, tasks: list[Task], server: Server, progress: Progress
+) -> Result:
+    began = time.monotonic()
+    kernel = server.rpc("megamoe_layers")[0][0]["kernel"]
+    cold = observe(server, tasks, progress, "cold start")
+    with DirectSender(server.url, timeout_s=_REQUEST_S) as sender:
+        bar = progress.add_task("sending scrambled weights", total=1)
+        sender.send(list(scrambled(checkpoint_weights(model))))
+        progress.advance(bar)
+        broken = observe(server, tasks, progress, "scrambled")
+        bar = progress.add_task("sending the real weights", total=1)
+        report = sender.send(list(checkpoint_weights(model)))
+        progress.advance(bar)
+    restored = observe(server, tasks, progress, "restored")
+    away = compare(cold.digests, broken.digests)
+    back = compare(cold.digests, restored.digests)
+    return Result(
+        problems=len(tasks),
+        accuracy=cold.accuracy,
+        scrambled_accuracy=broken.accuracy,
+        restored_accuracy=restored.accuracy,
+        tensors_total=len(cold.digests),
+        tensors_changed=len(away.changed),
+        tensors_restored=len(back.equal),
+        tensors_moved=len({*away.moved, *back.moved}),
+        texts_equal=cold.texts == restored.texts,
+        logprobs_equal=cold.logprobs == restored.logprobs,
+        sync_seconds=round(report.seconds, 3),
+        seconds=round(time.monotonic() - began, 1),
+        kernel=kernel,
+    )
+
+
+def _show(result: Result) -> None:
+    table = Table("stage", "accuracy", "tensors", title="vllm-megamoe demo")
+    total = result.tensors_total
+    table.add_row("cold start", f"{result.accuracy:.3f}", f"{total} digested")
+    table.add_row(
+        "scrambled update",
+        f"{result.scrambled_accuracy:.3f}",
+        f"{result.tensors_changed} of {total} changed",
+    )
+    table.add_row(
+        "real update",
+        f"{result.restored_accuracy:.3f}",
+        f"{result.tensors_restored} of {total} restored, {result.tensors_moved} moved",
+    )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"kernel {result.kernel}, {result.problems} problems, update in "
+        f"{result.sync_seconds:.2f} s; texts "
+        f"{'equal' if result.texts_equal else 'DIFFER'}, logprobs "
+        f"{'bit-equal' if result.logprobs_equal else 'DIFFER'}."
+    )
+
+
+def run_demo(model: Path, problems: int, port: int | None, json_output: bool) -> int:
+    """Run the demo; 0 when every figure is as it must be, else 1 with the reasons.
+
+    Args:
+        model: checkpoint directory; problems.jsonl and fewshot.jsonl lie beside it.
+        problems: held-out problems to score at each stage.
+        port: of the server; None takes a free one.
+        json_output: end stdout with one JSON line.
+    """
+    errors = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn())
+    try:
+        tasks = load_tasks(model.parent, problems)
+        with (
+            Progress(*columns, console=errors) as progress,
+            serving(model, port or _free_port(), progress) as server,
+        ):
+            result = _measure(model, tasks, server, progress)
+    except (RuntimeError, OSError, ValueError) as e:
+        errors.print(f"demo failed: {e}", markup=False, soft_wrap=True)
+        return 1
+    _show(result)
+    faults = result.faults()
+    if json_output:
+        print(json.dumps({**asdict(result), "faults": faults}))
+    for fault in faults:
+        errors.print(f"demo failed: {fault}.", markup=False)
+    return 1 if faults else 0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
