@@ -54,7 +54,7 @@ def check_version() -> None:
 # --- the name -----------------------------------------------------------------
 
 
-def _open_literal(module: ModuleType) -> None:
+def _open_literal(module: Any) -> None:
     """Add the backend name to `KernelConfig.moe_backend`.
 
     Why: a pydantic dataclass validates it against a closed Literal. Goes when vLLM
@@ -101,8 +101,8 @@ def _refresh_dependents() -> None:
     """Rebuild the schemas and caches that copied the closed Literal by value."""
     import pydantic.dataclasses
 
-    kernel = importlib.import_module(_KERNEL_CONFIG)
-    speculative = importlib.import_module("vllm.config.speculative")
+    kernel: Any = importlib.import_module(_KERNEL_CONFIG)
+    speculative: Any = importlib.import_module("vllm.config.speculative")
     vllm_module = importlib.import_module("vllm.config.vllm")
     if getattr(vllm_module.VllmConfig, _MARK, False):
         return
@@ -330,7 +330,7 @@ def _opaque_on_cpu(is_ours: Callable[[Any], bool]) -> None:
             )
         return original(self)
 
-    MoERunner._select_forward = _select_forward
+    MoERunner._select_forward = _select_forward  # type: ignore[method-assign]
     setattr(MoERunner, _MARK, True)
 
 

@@ -194,7 +194,7 @@ class MegaMoE:
             for side in SIDES:
                 stored = getattr(host, self.name(side, Role.GLOBAL_SCALE))
                 invert_into(getattr(host, ALPHAS[side]), stored.data)
-        if l2_scale is not None:
+        if self.spec.convention.format.global_scale:
             getattr(host, L2_ACT_SCALE).fill_(l2_scale)
         if self._run is None:
             kernel = self.spec.selection.kernel
@@ -208,6 +208,8 @@ class MegaMoE:
             return
         if not (ledger.open or temporary):
             return  # in place, into a layer that is whole: any part may be new
+        if temporary and ledger.replayed_plan():
+            return
         if duplicates := ledger.duplicates():
             raise ValueError(
                 f"{self.prefix}: loaded more than once: {summarize(duplicates)}. Does "
@@ -255,10 +257,10 @@ class MegaMoE:
                 where = f"{self.prefix}.{name}"
                 check_global_scales(getattr(host, name).data, where, labels)
 
-    def _l2_scale(self, host: nn.Module) -> float | None:
-        """The layer's L2 activation scale, None where the mode has none."""
+    def _l2_scale(self, host: nn.Module) -> float:
+        """The layer's L2 activation scale, 1 where the mode does not quantize."""
         if self.spec.problem.mode != "w4a4":
-            return None
+            return 1.0
         name = self.name("w2", Role.INPUT_SCALE)
         scales = read_input_scales(
             getattr(host, name).data,
@@ -272,7 +274,7 @@ class MegaMoE:
         ):
             if which:
                 logger.warning(
-                    "%s.%s: %d experts are %s (%s); the layer's maximum %g serves them.",
+                    "%s.%s: %d experts are %s (%s); they take the maximum, %g.",
                     self.prefix,
                     name,
                     len(which),

@@ -18,7 +18,7 @@ from .layouts import View
 #: Shard id -> (side of the layer, half within the side).
 SIDES = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
 #: Dtypes whose bytes a parameter of the key dtype may take over as they are.
-_SAME_BYTES = {
+_SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.uint8: (torch.uint8, torch.int8),
     torch.float8_e4m3fn: (torch.float8_e4m3fn, torch.uint8),
 }
@@ -62,6 +62,7 @@ class Ledger:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self._loads: dict[str, bytearray] = {}
+        self._planned: dict[str, bytearray] = {}
         self._labels: dict[str, tuple[str, ...]] = {}
         self.complete = False
         """Accepted once: every slot holds a checkpoint value."""
@@ -74,6 +75,7 @@ class Ledger:
         """Declare a parameter whose slots, one per label, a checkpoint must fill."""
         self._labels[tensor] = tuple(labels)
         self._loads[tensor] = bytearray(len(labels))
+        self._planned[tensor] = bytearray(len(labels))
 
     def begin_update(self, *, partial: bool = False) -> None:
         """Open an update; only what arrives from here on counts as loaded.
@@ -89,15 +91,27 @@ class Ledger:
         """Record one load of a slot.
 
         Args:
-            planned: the load went to a meta tensor. vLLM's layerwise reload counts
-                elements that way and loads again for real, so this restarts the slot.
+            planned: the load went to a meta tensor. vLLM counts elements that way
+                before it loads for real, and records copy plans that later run
+                without the loaders.
         """
         loads = self._loads[tensor]
         if planned:
             loads[slot] = 0
+            self._planned[tensor][slot] = 1
             return
         loads[slot] = min(loads[slot] + 1, 255)
         self.dirty = True
+
+    def replayed_plan(self) -> bool:
+        """Whether a recorded plan, which covers every slot, filled the layer.
+
+        True when no loader ran since the last accept: the planner has checked then
+        that its copies cover the layer.
+        """
+        return not any(map(any, self._loads.values())) and all(
+            map(all, self._planned.values())
+        )
 
     def missing(self) -> list[str]:
         """Labels of the slots this update has not loaded yet."""
@@ -264,17 +278,16 @@ class ParamLoader:
     ) -> Tensor:
         """The source as this rank's shard, in a dtype whose copy keeps the bytes."""
         where = self._where(name, physical, shard_id)
-        same = _SAME_BYTES.get(param.dtype)
-        if same is None:
-            same = (param.dtype,) if self.spec.view is None else _CASTABLE
-        if source.dtype not in same:
+        scalar = self.spec.view is None
+        accepted = (param.dtype,) if scalar else _SAME_BYTES.get(param.dtype, _CASTABLE)
+        if source.dtype not in accepted:
             raise TypeError(
                 f"{where}: got dtype {source.dtype}, need "
-                f"{' or '.join(str(d) for d in same)}."
+                f"{' or '.join(str(d) for d in accepted)}."
             )
         if param.dtype in _SAME_BYTES and source.dtype != param.dtype:
             source = source.view(param.dtype)
-        if self.spec.view is None:
+        if scalar:
             if source.numel() != 1:
                 raise ValueError(
                     f"{where}: expected one value, got shape {tuple(source.shape)}. "

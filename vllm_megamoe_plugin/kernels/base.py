@@ -99,8 +99,11 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Kernel(Protocol):
     """An adapter to one kernel family."""
 
-    name: str
-    layout: Layout
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout: ...
 
     def support(self, problem: Problem) -> Support:
         """Whether the kernel can run the problem here; touches no device memory."""

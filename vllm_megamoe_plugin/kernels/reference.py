@@ -133,27 +133,18 @@ class ReferenceKernel:
     layout = PLAIN
 
     def support(self, problem: Problem) -> Support:
-        k = 4 * problem.format.values_per_element
+        fmt, sizes = problem.format, (problem.hidden, problem.intermediate)
+        modes, multiple = " or ".join(fmt.modes), max(fmt.group, 1)
         return Support.unless(
-            (
-                problem.mode in problem.format.modes,
-                f"{problem.format.name} runs {' or '.join(problem.format.modes)}, "
-                f"asked for {problem.mode}",
-            ),
+            (problem.mode in fmt.modes, f"runs {modes}, asked for {problem.mode}"),
             (
                 problem.activation in _ACTIVATIONS,
                 f"knows the activation silu, got {problem.activation}",
             ),
+            (not problem.graphs, "is not captured into graphs; add --enforce-eager"),
             (
-                not problem.graphs,
-                "cannot be captured into CUDA graphs; add --enforce-eager",
-            ),
-            (
-                problem.hidden % max(problem.format.group, k) == 0
-                and problem.intermediate % max(problem.format.group, k) == 0,
-                f"needs hidden and intermediate sizes that are multiples of "
-                f"{max(problem.format.group, k)}, got {problem.hidden} and "
-                f"{problem.intermediate}",
+                all(n % multiple == 0 for n in sizes),
+                f"needs sizes that are multiples of {multiple}, got {sizes}",
             ),
         )
 

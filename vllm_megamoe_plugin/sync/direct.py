@@ -30,6 +30,11 @@ class ExpertLayer:
     experts: Any
     """Its `experts.MegaMoE`."""
 
+    @property
+    def prefix(self) -> str:
+        """Of its tensors in a checkpoint."""
+        return self.experts.prefix
+
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """The MegaMoE layers of a model, in its order."""
@@ -158,12 +163,12 @@ def check(
     manifest.check(expected)
     if not manifest.partial:
         return
-    touched = {layer.name for layer in _touched(layers, manifest)}
+    touched = {layer.prefix for layer in _touched(layers, manifest)}
     for layer in layers:
         ledger = layer.experts.ledger
-        if layer.name not in touched and (ledger.dirty or not ledger.complete):
+        if layer.prefix not in touched and (ledger.dirty or not ledger.complete):
             raise ManifestError(
-                f"Weight update refused: {layer.name} is incomplete and the partial "
+                f"Weight update refused: {layer.prefix} is incomplete and the partial "
                 f"update does not hold it. Send a full update. {REFUSED}"
             )
 
@@ -173,12 +178,12 @@ def _touched(layers: list[ExpertLayer], manifest: Manifest) -> list[ExpertLayer]
     if not manifest.partial:
         return layers
     names = {expert_layer(spec.name) for spec in manifest.tensors} - {None}
-    found = [layer for layer in layers if layer.name in names]
-    if unknown := names - {layer.name for layer in found}:
+    found = [layer for layer in layers if layer.prefix in names]
+    if unknown := names - {layer.prefix for layer in found}:
+        known = [layer.prefix for layer in layers]
         raise ManifestError(
             f"Weight update refused: cannot tell which module {sorted(unknown)} are; "
-            f"the model's expert layers are {[layer.name for layer in layers]}. Send a "
-            f"full update. {REFUSED}"
+            f"the model's expert layers are {known}. Send a full update. {REFUSED}"
         )
     return found
 
@@ -209,10 +214,24 @@ def _begin_layerwise(model: nn.Module, skip: set[nn.Module]) -> None:
 
 
 def _finish_layerwise(model: nn.Module, model_config: Any) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.model_loader.reload import layerwise
 
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    tied = [
+        m
+        for m in embeddings
+        if isinstance(m, ParallelLMHead)
+        and hasattr(m, "cpu_linear")
+        and not layerwise.get_layerwise_info(m).load_numel
+    ]
     layerwise.finalize_layerwise_reload(model, model_config)
-    _refresh_tied_embeddings(model)
+    sources = [m for m in embeddings if not isinstance(m, ParallelLMHead)]
+    for head in tied:
+        _repack_tied_head(head, sources)
 
 
 def _abort_layerwise(model: nn.Module) -> None:
@@ -228,20 +247,22 @@ def _abort_layerwise(model: nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
-def _refresh_tied_embeddings(model: nn.Module) -> None:
-    """Rerun the processing of embeddings that no checkpoint tensor names.
+def _repack_tied_head(head: nn.Module, embeddings: list[nn.Module]) -> None:
+    """Renew the packed copy of an output head that no checkpoint tensor names.
 
-    A tied output head shares its weight with the input embedding but keeps a packed
-    copy of its own on CPU; layerwise reload passes it over, since nothing loads it.
+    On CPU a head that is tied to the input embedding keeps a packed copy of its own,
+    and may have dropped the shared weight. Layerwise reload passes such a head over,
+    since nothing loads it, and would leave it with the old weights.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        UnquantizedEmbeddingMethod,
-    )
-
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(module)
+    shape = (head.num_embeddings_per_partition, head.embedding_dim)
+    sources = [m for m in embeddings if tuple(m.weight.shape) == shape]
+    if len(sources) != 1:
+        raise RuntimeError(
+            f"The output head was not in the update and {len(sources)} embeddings "
+            f"have its shape {shape}, so it cannot be told what it is tied to."
+        )
+    head.weight = sources[0].weight
+    head.quant_method.process_weights_after_loading(head)
 
 
 def run_or_abort(update: DirectUpdate, step: Callable[[], None]) -> None:

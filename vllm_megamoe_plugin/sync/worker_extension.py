@@ -8,6 +8,7 @@ vllm_megamoe_plugin.sync.worker_extension.MegaMoEWorkerExtension`
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.distributed.utils import get_worker_rank_suffix
 
@@ -19,9 +20,15 @@ class MegaMoEWorkerExtension:
     """Mixed into vLLM's worker class, of which `self` is; every answer is JSON."""
 
     def megamoe_digests(self: Any) -> dict[str, Any]:
-        """Digest and address of every registered and every kernel-read tensor."""
+        """Digest and address of every tensor the model computes with.
+
+        Packed copies, which are read back through the layer, have no address.
+        """
         rank = get_worker_rank_suffix(self.rank)
-        return digest_all(live_tensors(self.get_model()), rank)
+        packed = digest_all(packed_weights(self.get_model()), rank)
+        for entry in packed.values():
+            entry["address"] = None
+        return digest_all(live_tensors(self.get_model()), rank) | packed
 
     def megamoe_layers(self: Any) -> list[dict[str, Any]]:
         """One line per MegaMoE layer: what was built, and where its tensors live."""
@@ -48,3 +55,23 @@ def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in layer.experts.kernel_tensors(layer.module).items():
             if (tensor.data_ptr(), tensor.nbytes) not in seen:
                 yield f"{layer.name}.kernel.{name}", tensor
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of CPU linear layers, which keep them in a packed copy only.
+
+    One-hot rows select single products, so what comes out is the weight, exactly.
+    """
+    for name, module in model.named_modules():
+        linear = getattr(module, "cpu_linear", None)
+        if linear is None:
+            continue
+        is_embedding = hasattr(module, "embedding_dim")
+        k = module.embedding_dim if is_embedding else _input_size(module)
+        one_hot = torch.eye(k, dtype=module.weight.dtype)
+        yield f"{name}.packed_weight", linear(one_hot, module.weight, None).t()
+
+
+def _input_size(linear: nn.Module) -> int:
+    # only layers that split their input have a size per partition
+    return getattr(linear, "input_size_per_partition", linear.input_size)

@@ -234,8 +234,7 @@ def _wait_until_healthy(
                 ) from None
             time.sleep(0.5)
             continue
-        progress.update(task, total=1, completed=1)
-        return
+        return progress.update(task, total=1, completed=1)
 
 
 def _tail(log: Any, lines: int = 25) -> str:
@@ -374,6 +373,8 @@ def run_demo(model: Path, problems: int, port: int | None, json_output: bool) ->
         json_output: end stdout with one JSON line.
     """
     errors = Console(stderr=True)
+    # the default action would skip the blocks that end the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn())
     try:
         tasks = load_tasks(model.parent, problems)

