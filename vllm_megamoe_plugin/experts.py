@@ -255,7 +255,12 @@ class MegaMoE:
                 halves = ("w1", "w3") if side == "w13" else ("w2",)
                 labels = [f"expert {x} {h}" for h in halves for x in experts]
                 where = f"{self.prefix}.{name}"
-                check_global_scales(getattr(host, name).data, where, labels)
+                check_global_scales(
+                    getattr(host, name).data,
+                    where,
+                    labels,
+                    reciprocal=self.spec.convention.reciprocal,
+                )
 
     def _l2_scale(self, host: nn.Module) -> float:
         """The layer's L2 activation scale, 1 where the mode does not quantize."""

@@ -18,12 +18,12 @@ from .layouts import View
 #: Shard id -> (side of the layer, half within the side).
 SIDES = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
 #: Dtypes whose bytes a parameter of the key dtype may take over as they are.
-_SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.uint8: (torch.uint8, torch.int8),
     torch.float8_e4m3fn: (torch.float8_e4m3fn, torch.uint8),
 }
 #: An unquantized weight may come in any of these and is cast, as vLLM does.
-_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
+CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,13 +279,13 @@ class ParamLoader:
         """The source as this rank's shard, in a dtype whose copy keeps the bytes."""
         where = self._where(name, physical, shard_id)
         scalar = self.spec.view is None
-        accepted = (param.dtype,) if scalar else _SAME_BYTES.get(param.dtype, _CASTABLE)
+        accepted = (param.dtype,) if scalar else SAME_BYTES.get(param.dtype, CASTABLE)
         if source.dtype not in accepted:
             raise TypeError(
                 f"{where}: got dtype {source.dtype}, need "
                 f"{' or '.join(str(d) for d in accepted)}."
             )
-        if param.dtype in _SAME_BYTES and source.dtype != param.dtype:
+        if param.dtype in SAME_BYTES and source.dtype != param.dtype:
             source = source.view(param.dtype)
         if scalar:
             if source.numel() != 1:

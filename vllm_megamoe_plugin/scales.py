@@ -36,20 +36,28 @@ def fault_of(value: float) -> str | None:
     return "denormal" if value < _FP32_TINY else None
 
 
-def check_global_scales(stored: Tensor, name: str, labels: Sequence[str]) -> None:
+def inverse_fault_of(value: float) -> str | None:
+    """`fault_of` for a stored reciprocal, whose inverse may be denormal too."""
+    return fault_of(value) or fault_of(1.0 / value)
+
+
+def check_global_scales(
+    stored: Tensor, name: str, labels: Sequence[str], *, reciprocal: bool = False
+) -> None:
     """Refuse global weight scales that cannot multiply a weight.
 
     Args:
-        stored: fp32, one value per label, as the checkpoint holds them (a stored
-            reciprocal is unusable exactly when the scale is).
+        stored: fp32, one value per label, as the checkpoint holds them.
+        reciprocal: values are 1/scale.
 
     Raises:
         ValueError: naming every unusable value.
     """
+    judge = inverse_fault_of if reciprocal else fault_of
     bad = [
         f"{label} = {value:g} ({fault})"
         for label, value in zip(labels, stored.flatten().tolist(), strict=True)
-        if (fault := fault_of(value))
+        if (fault := judge(value))
     ]
     if bad:
         raise ValueError(
@@ -118,8 +126,9 @@ def read_input_scales(
     dead: list[int] = []
     filled: list[int] = []
     bad: list[str] = []
+    judge = inverse_fault_of if reciprocal else fault_of
     for expert, value in enumerate(stored.tolist()):
-        fault = fault_of(value)
+        fault = judge(value)
         if fault is None:
             # fp32 division, as a kernel would do it
             scale = torch.tensor(value, dtype=torch.float32)

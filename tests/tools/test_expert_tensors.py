@@ -117,7 +117,7 @@ def test_per_tensor_scales_may_be_scalars_or_one_element() -> None:
         ("re:.*layers\\.0\\.mlp.*", True),
         ("model.layers.0.mlp.gate", False),
         ("model.layers.0.self_attn*", False),
-        ("model.layers.01", False),
+        ("model.layers.0.mlp.exp", False),
         ("re:.*layers\\.1.*", False),
         ("lm_head", False),
     ],

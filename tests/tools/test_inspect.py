@@ -56,6 +56,11 @@ def test_healthy_checkpoint_passes(kind: str, checkpoint: Callable) -> None:
     experts = [t for n, t in whole.tensors.items() if "experts" in n]
     assert report["tensors"] == len(experts)
     assert report["bytes"] == sum(t.numel() * t.element_size() for t in experts)
+    blocks = [t for t in whole.tensors.values() if t.dtype == torch.float8_e4m3fn]
+    assert report["block_scales"]["count"] == sum(t.numel() for t in blocks)
+    if blocks:
+        nonzero = sum(int((t.float() != 0).sum()) for t in blocks)
+        assert report["block_scales"]["baking"]["compared"] == nonzero
     assert report["kernels"]["CPU"]["runs"] == "reference"
     assert set(report["kernels"]) == set(tool.DEVICES)
 
@@ -111,6 +116,11 @@ def retype(tensors: dict, name: str) -> None:
     tensors[name] = tensors[name].view(torch.uint8).to(torch.int32)
 
 
+def huge_floats(tensors: dict, name: str) -> None:
+    # read as E4M3 bytes these would be NaN too; one fault says it all
+    tensors[name] = torch.full(tensors[name].shape, 3e38)
+
+
 def fill(value: float) -> Callable:
     def apply(tensors: dict, name: str) -> None:
         tensors[name].fill_(value)
@@ -146,6 +156,7 @@ BROKEN = [
     ("bf16", "1.down_proj.weight", resize, "shape", [63, 32]),
     ("modelopt", "2.up_proj.weight", retype, "dtype", "int32"),
     ("ct", "2.up_proj.weight_scale", retype, "dtype", "int32"),
+    ("ct", "2.up_proj.weight_scale", huge_floats, "dtype", "float32"),
     ("ct", "1.gate_proj.weight_scale", poke(0x7F, 3, 2), "nan_block_scale", [3, 2]),
     ("modelopt", "1.up_proj.weight_scale", poke(0xFF, 5, 0), "nan_block_scale", [5, 0]),
     ("modelopt", "1.up_proj.weight_scale_2", fill(0.0), "global_scale", 0.0),
@@ -162,6 +173,7 @@ BROKEN = [
     ("modelopt", "3.down_proj.input_scale", fill(-2.0), "input_scale", -2.0),
     ("modelopt", "3.down_proj.input_scale", fill(1e-40), "input_scale", None),
     ("ct", "3.down_proj.input_global_scale", fill(NAN), "input_scale", "nan"),
+    ("ct", "3.down_proj.input_global_scale", fill(-INF), "input_scale", "-inf"),
     ("ct", "3.down_proj.input_global_scale", fill(-2.0), "input_scale", -2.0),
     ("modelopt", "3.down_proj.weight", stranger(".bias"), "unexpected", None),
     ("bf16", "3.down_proj.weight", stranger(".weight_scale"), "unexpected", None),
@@ -193,6 +205,8 @@ def test_broken_tensor_is_named(
     assert found["tensor"].startswith(where)
     assert found["tensor"] in found["message"]
     assert (found["layer"], found["expert"]) == (LAYER, int(short[0]))
+    missing = report["input_scales"]["missing"]
+    assert missing == ((fault, value) == ("missing", "input scale"))
     shown = found["value"]
     if fault == "nan_block_scale":
         assert (shown["count"], shown["first"]) == (1, value)
@@ -347,11 +361,14 @@ def test_modelopt_file_and_nested_text_config_are_read(checkpoint: Callable) -> 
     whole = checkpoint("modelopt")
     del whole.config["quantization_config"]
     whole.config = {"text_config": whole.config}
+    for name in [n for n in whole.tensors if ".experts.3." in n]:
+        del whole.tensors[name]
     whole.write()
     quantization = {"quantization": {"quant_algo": "NVFP4"}}
     (whole.folder / "hf_quant_config.json").write_text(json.dumps(quantization))
     report = tool.inspect(str(whole.folder))
-    assert (report.format, report.experts, report.faults) == ("nvfp4", 4, [])
+    assert (report.format, report.mode, report.experts) == ("nvfp4", "w4a4", 4)
+    assert {(f.kind, f.expert) for f in report.faults} == {("missing", 3)}
 
 
 def test_people_see_names_and_counts(checkpoint: Callable) -> None:

@@ -66,11 +66,13 @@ def reference_moe(
     expert_of = expert_of[order].long()
     token_of = order.div(top_k, rounding_mode="floor")
 
-    xq, s_x = x[token_of].float(), None
+    xq, s_x = x.float(), None
     if mode == "w4a4":
         s_x = token_scale(xq)
-        xq = fake_quantize_nvfp4(xq, s_x)
-    gate, up = _grouped(xq, expert_of, t.w13, t.w13_scale, fmt).chunk(2, dim=1)
+        xq, s_x = fake_quantize_nvfp4(xq, s_x), s_x[token_of]
+    gate, up = _grouped(xq[token_of], expert_of, t.w13, t.w13_scale, fmt).chunk(
+        2, dim=1
+    )
     g = _bf16(_scaled(gate, t.gate_alpha, expert_of, s_x))
     u = _bf16(_scaled(up, t.up_alpha, expert_of, s_x))
     if swiglu_limit is not None:

@@ -29,7 +29,7 @@ from ..checkpoint import (
     unfuse,
 )
 from ..formats import WeightFormat
-from ..loader import _CASTABLE, _SAME_BYTES
+from ..loader import CASTABLE, SAME_BYTES
 from .shards import Finding, Stored
 
 _SHARDS = ("w1", "w3", "w2")
@@ -342,7 +342,7 @@ def _accepted_dtypes(role: Role, fmt: WeightFormat) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
     dtype = fmt.weight_dtype if role is Role.WEIGHT else fmt.scale_dtype
     assert dtype is not None
-    return _SAME_BYTES.get(dtype, _CASTABLE)
+    return SAME_BYTES.get(dtype, CASTABLE)
 
 
 def _name_of(dtype: torch.dtype | str) -> str:
