@@ -32,6 +32,12 @@ app = typer.Typer(
 )
 
 
+bench_app = typer.Typer(
+    help="Ratios against a peer, both measured in one run.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
+
 def main() -> None:
     """Entry point of the `vllm-megamoe` script."""
     app(prog_name="vllm-megamoe")
@@ -138,6 +144,44 @@ def demo(
         _console(stderr=True).print(f"demo: {error}", markup=False, soft_wrap=True)
         _finish(UNCHECKED, as_json, {"error": str(error)})
     raise typer.Exit(run_demo(folder, problems, port, as_json))
+
+
+@bench_app.command()
+def throughput(
+    model: Annotated[str, typer.Argument(help="Checkpoint served by this plugin.")],
+    peer: Annotated[str, typer.Option(help="Checkpoint of the peer.")],
+    peer_backend: Annotated[str, typer.Option(help="Its --moe-backend.")] = "auto",
+    batch: Annotated[list[int], typer.Option(help="Requests at once.")] = [1, 32],  # noqa: B006
+    turns: Annotated[int, typer.Option(min=1, help="Processes per arm.")] = 2,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare output tokens/s of this plugin with another backend or checkpoint."""
+    from .bench import throughput as tool
+
+    batches, eager = tuple(batch), enforce_eager
+    arms = (
+        tool.Arm(
+            name=name,
+            model=path,
+            moe_backend=backend,
+            batches=batches,
+            enforce_eager=eager,
+        )
+        for name, path, backend in (
+            ("megamoe", model, "megamoe"),
+            (f"peer ({peer_backend})", peer, peer_backend),
+        )
+    )
+    console = _console(stderr=True)
+    try:
+        with console.status("measuring") as status:
+            rows, ratios = tool.compare(*arms, turns, status.update)
+    except RuntimeError as error:
+        console.print(f"bench: {error}", markup=False, soft_wrap=True)
+        _finish(UNCHECKED, as_json, {"error": str(error)})
+    tool.show(rows, ratios, _console(stderr=as_json))
+    _finish(GOOD, as_json, tool.to_json(rows, ratios))
 
 
 def _track(items: Iterable[Any], total: int) -> Iterable[Any]:

