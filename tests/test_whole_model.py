@@ -98,6 +98,42 @@ def _probed(model: Any) -> list[tuple[str, Any]]:
     return [(name, Probe(layer)) for name, layer in layers_of(model)]
 
 
+def test_a_refused_layerwise_reload_leaves_the_live_tensors_in_place(loaded) -> None:
+    """It refuses to serve, and the next full reload, of either kind, repairs it."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    kind, config, model = loaded
+    cold = state(model)
+    partial = model_tensors(kind, seed=7)
+    lost = next(n for n in partial if ".experts.1.down_proj.weight" in n)
+    del partial[lost]
+    x, p = torch.randn(2, H).bfloat16(), torch.rand(2, 1)
+    batch = (x, p, torch.zeros(2, 1, dtype=torch.int64))
+
+    def run() -> list[Tensor]:
+        layers = [layer for _, layer in layers_of(model)]
+        return [m.quant_method.apply(m, *batch, None, None) for m in layers]
+
+    before = run()
+    initialize_layerwise_reload(model)
+    model.load_weights(partial.items())
+    with pytest.raises(ValueError, match="expert 1 w2"):
+        finalize_layerwise_reload(model, config.model_config)
+    assert_unmoved(state(model), cold)
+    with pytest.raises(RuntimeError, match="do not serve"):
+        run()
+
+    initialize_layerwise_reload(model)
+    model.load_weights(model_tensors(kind).items())
+    finalize_layerwise_reload(model, config.model_config)
+    assert_same_bytes(state(model), cold)
+    assert_unmoved(state(model), cold)
+    assert all(map(torch.equal, run(), before))
+
+
 def test_a_recorded_plan_of_the_whole_model_replays(loaded) -> None:
     """vLLM's sharded-RDT planner records every expert copy; the copies restore all."""
     from vllm.distributed.weight_transfer.sharded_rdt_engine import (

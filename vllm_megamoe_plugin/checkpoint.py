@@ -169,9 +169,9 @@ def _split(
     if role in PER_TENSOR:
         values = one.reshape(-1)
         if values.shape[0] not in (1, len(parts)):
+            need = "1 or 2" if len(parts) > 1 else "1"
             raise ValueError(
-                f"{name}: expected 1 or {len(parts)} values per expert, got "
-                f"{values.shape[0]}."
+                f"{name}: expected {need} values per expert, got {values.shape[0]}."
             )
         for i, part in enumerate(parts):
             yield part, values[i if values.shape[0] > 1 else 0]

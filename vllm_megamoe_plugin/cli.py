@@ -159,24 +159,21 @@ def throughput(
     """Compare output tokens/s of this plugin with another backend or checkpoint."""
     from .bench import throughput as tool
 
-    batches, eager = tuple(batch), enforce_eager
-    arms = (
-        tool.Arm(
+    def arm(name: str, path: str, backend: str) -> tool.Arm:
+        return tool.Arm(
             name=name,
             model=path,
             moe_backend=backend,
-            batches=batches,
-            enforce_eager=eager,
+            batches=tuple(batch),
+            enforce_eager=enforce_eager,
         )
-        for name, path, backend in (
-            ("megamoe", model, "megamoe"),
-            (f"peer ({peer_backend})", peer, peer_backend),
-        )
-    )
+
+    ours = arm("megamoe", model, "megamoe")
+    theirs = arm(f"peer ({peer_backend})", peer, peer_backend)
     console = _console(stderr=True)
     try:
         with console.status("measuring") as status:
-            rows, ratios = tool.compare(*arms, turns, status.update)
+            rows, ratios = tool.compare(ours, theirs, turns, status.update)
     except RuntimeError as error:
         console.print(f"bench: {error}", markup=False, soft_wrap=True)
         _finish(UNCHECKED, as_json, {"error": str(error)})

@@ -353,6 +353,22 @@ def apply_patches(
     )
 
 
+def abort_layerwise(modules: "Iterable[torch.nn.Module]") -> None:
+    """Put the live tensors of modules in an unfinished layerwise reload back.
+
+    Why: vLLM has no way to abort one; a refusal half way would leave temporary or meta
+    tensors registered for good. Goes when `reload.layerwise` can abort.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for module in modules:
+        info = layerwise.get_layerwise_info(module)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
+        layerwise.LOADING_LAYERS.discard(module)
+
+
 def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, RoutedExperts) of every MoE layer of a model that vLLM built."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

@@ -18,10 +18,6 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
         ("error", "max"),
         "experts without a usable input scale: refuse, or use the layer's maximum",
     ),
-    "VLLM_MEGAMOE_VERIFY_ADDRESSES": (
-        ("0", "1"),
-        "re-check the address of every kernel-read tensor after each update",
-    ),
 }
 
 

@@ -186,6 +186,7 @@ class MegaMoE:
         """
         if any(t.is_meta for t in host.parameters(recurse=False)):
             return  # nothing to look at; runs again on the real tensors
+        self.ledger.dirty = True  # until accepted, however the bytes came here
         temporary = bool(self._addresses) and self.addresses(host) != self._addresses
         self._check_coverage(host, temporary)
         self._check_values(host)

@@ -27,7 +27,7 @@ from .checkpoint import (
     Convention,
     unfuse,
 )
-from .compat import Scheme
+from .compat import Scheme, abort_layerwise
 from .experts import MegaMoE, Spec
 from .kernels.base import Problem, probe_device
 from .kernels.select import Selection, select
@@ -235,7 +235,12 @@ class MegaMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check and derive; vLLM reruns it on every kind of reload."""
-        self.experts.process(layer)
+        try:
+            self.experts.process(layer)
+        except ValueError:
+            # back to the live tensors, so that the next update starts from them
+            abort_layerwise([layer])
+            raise
 
     def apply(
         self,

@@ -54,6 +54,25 @@ def test_a_given_backend_stays(args: list[str], ours: bool) -> None:
     assert plan.needs_plugin is ours
 
 
+def test_the_direct_engine_gets_what_it_needs() -> None:
+    engine = ["--weight-transfer-config", '{"backend": "megamoe_direct"}']
+    extension, gate = serve.DIRECT_ENGINE_OPTIONS.values()
+    plan = serve.plan(["MODEL", *engine, "--middleware", "mine.Gate"], {})
+    assert plan.argv[-2:] == ["--worker-extension-cls", extension]
+    plan = serve.plan(["MODEL", *engine], {})
+    assert plan.argv[-2:] == ["--middleware", gate]
+    for path in (extension, gate):
+        module, name = path.rsplit(".", 1)
+        assert f"class {name}" in _source_of(module)
+    other = ["--weight-transfer-config", '{"backend": "nccl"}']
+    assert serve.plan(["MODEL", *other], {}).argv[-4:] == [*OURS, *LOCAL]
+
+
+def _source_of(module: str) -> str:
+    path = Path(serve.__file__).parents[2] / f"{module.replace('.', '/')}.py"
+    return path.read_text()
+
+
 @pytest.mark.parametrize("args", [["--host", "0.0.0.0"], ["--host=::1"]], ids=str)
 def test_a_given_host_stays(args: list[str]) -> None:
     plan = serve.plan(["MODEL", *args], {})

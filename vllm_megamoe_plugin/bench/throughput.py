@@ -131,6 +131,7 @@ def _arm_process(arm: Arm) -> None:
 
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     llm = LLM(
         model=arm.model,
@@ -149,7 +150,7 @@ def _arm_process(arm: Arm) -> None:
     for batch in arm.batches:
         shape = (batch, arm.input_len)
         ids = torch.randint(vocabulary, shape, generator=generator).tolist()
-        prompts = [{"prompt_token_ids": row} for row in ids]
+        prompts = [TokensPrompt(prompt_token_ids=row) for row in ids]
         for repeat in range(arm.repeats + 1):
             start = time.perf_counter()
             llm.generate(prompts, sampling, use_tqdm=False)

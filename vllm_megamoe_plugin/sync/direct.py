@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import abort_layerwise
 from ..loader import summarize
 from .digest import registered_tensors
 from .manifest import BROKEN, REFUSED, Manifest, ManifestError, TensorSpec, expert_layer
@@ -125,7 +126,8 @@ class DirectUpdate:
     def abort(self) -> None:
         """Leave the model incomplete but whole in structure; it refuses to serve."""
         if self._others:
-            _abort_layerwise(self._model)
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
+            abort_layerwise(self._model.modules())
         for layer in self._layers or self._all_layers:
             layer.experts.ledger.begin_update()
 
@@ -232,19 +234,6 @@ def _finish_layerwise(model: nn.Module, model_config: Any) -> None:
     sources = [m for m in embeddings if not isinstance(m, ParallelLMHead)]
     for head in tied:
         _repack_tied_head(head, sources)
-
-
-def _abort_layerwise(model: nn.Module) -> None:
-    """Put the registered tensors of unfinished modules back in their places."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    model._do_torchao_reload = model._original_do_torchao_reload
-    for module in model.modules():
-        info = layerwise.get_layerwise_info(module)
-        if info.can_load():
-            layerwise._place_kernel_tensors(module, info)
-            info.reset()
-    layerwise.LOADING_LAYERS.clear()
 
 
 def _repack_tied_head(head: nn.Module, embeddings: list[nn.Module]) -> None:

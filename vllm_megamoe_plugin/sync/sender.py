@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class Server:
                 text = answer.read().decode()
         except urllib.error.HTTPError as e:
             what = _message_of(e.read().decode(errors="replace"))
+            if e.code == HTTPStatus.NOT_FOUND:
+                what += " (was the server started with VLLM_SERVER_DEV_MODE=1?)"
             raise ServerError(f"{verb} {path}: {e.code}: {what}") from e
         except urllib.error.URLError as e:
             raise ConnectionError(f"{verb} {self.url}{path}: {e.reason}") from e

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -164,12 +166,20 @@ class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
 
     def _checkpoint_tensors(self) -> dict[str, TensorSpec]:
         directory = Path(self.model_config.model)
-        if not directory.is_dir():
-            raise ManifestError(
-                f"{directory} is not a local checkpoint directory, so there is nothing "
-                f"to check a weight update against. Serve from a local path. {REFUSED}"
-            )
         try:
+            if not directory.is_dir():
+                # a Hugging Face name: what the model was loaded from is in the cache
+                directory = Path(
+                    snapshot_download(
+                        self.model_config.model,
+                        revision=self.model_config.revision,
+                        cache_dir=self.vllm_config.load_config.download_dir,
+                        local_files_only=True,
+                    )
+                )
             return expected_tensors(directory)
-        except FileNotFoundError as e:
-            raise ManifestError(f"{e} {REFUSED}") from e
+        except (FileNotFoundError, HFValidationError) as e:
+            raise ManifestError(
+                f"{self.model_config.model} is no safetensors checkpoint on this host, "
+                f"so there is nothing to check an update against: {e} {REFUSED}"
+            ) from e

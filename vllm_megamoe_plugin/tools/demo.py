@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..sync.digest import compare
 from ..sync.sender import DirectSender, Server, checkpoint_weights
+from .serve import DIRECT_ENGINE
 
 MIN_ACCURACY = 0.90
 MAX_SCRAMBLED = 0.05
@@ -201,10 +202,7 @@ def _command(model: Path, port: int) -> list[str]:
         "moe-backend": "megamoe",
         "max-model-len": 1536,
         "max-num-seqs": _CONCURRENCY,
-        "weight-transfer-config": json.dumps({"backend": "megamoe_direct"}),
-        "worker-extension-cls": "vllm_megamoe_plugin.sync.worker_extension."
-        "MegaMoEWorkerExtension",
-        "middleware": "vllm_megamoe_plugin.sync.gate.RefuseIncomplete",
+        "weight-transfer-config": json.dumps({"backend": DIRECT_ENGINE}),
     }
     command = [sys.executable, "-m", "vllm_megamoe_plugin", "serve", str(model)]
     for name, value in options.items():

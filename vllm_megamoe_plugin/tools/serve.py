@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-megamoe serve`: vLLM's own `serve` with this plugin's backend.
 
-Adds `--moe-backend megamoe` and `--host 127.0.0.1` unless they are given, and passes
-everything else through. Imports vLLM only to run it.
+Adds `--moe-backend megamoe` and `--host 127.0.0.1` unless they are given, completes the
+options of this plugin's weight-transfer engine, and passes everything else through.
+Imports vLLM only to run it.
 """
 
 import os
@@ -20,6 +21,16 @@ from .doctor import version_of
 
 #: Set for a CPU build of vLLM unless the user has: its default takes most of the RAM.
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+#: Name of this plugin's weight-transfer engine.
+DIRECT_ENGINE = "megamoe_direct"
+#: What a server that uses it needs besides: answers about its tensors, and a clear
+#: refusal while an update is incomplete.
+DIRECT_ENGINE_OPTIONS = {
+    "worker-extension-cls": (
+        "vllm_megamoe_plugin.sync.worker_extension.MegaMoEWorkerExtension"
+    ),
+    "middleware": "vllm_megamoe_plugin.sync.gate.RefuseIncomplete",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +60,10 @@ def plan(args: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if _given(args, "host") is None:
         # reachable from this machine only, unless asked
         extra += ["--host", "127.0.0.1"]
+    if DIRECT_ENGINE in (_given(args, "weight-transfer-config") or ""):
+        for option, value in DIRECT_ENGINE_OPTIONS.items():
+            if _given(args, option) is None:
+                extra += [f"--{option}", value]
     defaults = CPU_DEFAULTS if is_cpu_build(environ) else {}
     return Plan(
         argv=["vllm", "serve", *args, *extra],
