@@ -16,8 +16,8 @@ from vllm_megamoe_plugin.formats import (
     decode_e2m1,
     decode_e4m3,
     fake_quantize_nvfp4,
+    quantize_tokens_nvfp4,
     round_to_e2m1,
-    token_scale,
 )
 
 from .helpers import assert_equal
@@ -59,15 +59,8 @@ def _fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
 def test_all_256_e4m3_bytes_decode_like_torch() -> None:
     expected = ALL_BYTES.view(torch.float8_e4m3fn).float()
     assert_equal(decode_e4m3(ALL_BYTES), expected)
-    assert_equal(decode_e4m3(ALL_BYTES.view(torch.float8_e4m3fn)), expected)
     # a decoder once read this one as 0.0087890625
     assert decode_e4m3(ALL_BYTES)[1].item() == 2.0**-9
-
-
-def test_e4m3_decodes_any_shape_and_strided_input() -> None:
-    scales = torch.randint(0, 127, (6, 10), dtype=torch.uint8)
-    view = scales.view(torch.float8_e4m3fn)[::2, 1:5]
-    assert_equal(decode_e4m3(view), view.float().contiguous())
 
 
 def test_every_code_and_the_low_nibble_comes_first() -> None:
@@ -80,20 +73,13 @@ def test_every_code_and_the_low_nibble_comes_first() -> None:
     assert_equal(formats.e2m1_values(), values)
 
 
-def test_codes_decode_along_the_last_dimension_of_a_view() -> None:
-    packed = torch.randint(0, 256, (3, 4, 16), dtype=torch.uint8)
-    whole = decode_e2m1(packed)
-    assert whole.shape == (3, 4, 32)
-    assert_equal(decode_e2m1(packed[:, 1:3]), whole[:, 1:3].contiguous())
-
-
 def test_nvfp4_weight_is_code_times_the_scale_of_its_16() -> None:
     codes = torch.arange(16).repeat(2)
-    packed = (codes[::2] | codes[1::2] << 4).to(torch.uint8).view(1, 16)
-    scales = torch.tensor([[0x01, 0x7E]], dtype=torch.uint8)  # 2^-9 and 448
+    packed = (codes[::2] | codes[1::2] << 4).to(torch.uint8)
+    scales = torch.tensor([0x01, 0x7E], dtype=torch.uint8)  # 2^-9 and 448
     values = torch.tensor([*POSITIVE, *(-v for v in POSITIVE)])
-    expected = torch.cat([values * 2.0**-9, values * 448.0]).view(1, 32)
-    assert_equal(NVFP4.decode(packed, scales.view(torch.float8_e4m3fn)), expected)
+    expected = torch.cat([values * 2.0**-9, values * 448.0])
+    assert_equal(NVFP4.decode(packed, scales), expected)
 
 
 # --- the table ---
@@ -104,14 +90,13 @@ def test_row_decodes_what_it_says_it_stores(fmt: WeightFormat) -> None:
     n, k = 5, 64
     scales = None
     if fmt.scale_dtype is not None:
-        scales = torch.randint(0, 0x7F, (n, fmt.scale_cols(k)), dtype=torch.uint8)
-        scales = scales.view(fmt.scale_dtype)
+        scales = torch.randint(0, 0x7F, (n * fmt.scale_cols(k),), dtype=torch.uint8)
     bits = torch.randint(0, 256, (n, fmt.weight_cols(k) * fmt.weight_dtype.itemsize))
     stored = bits.to(torch.uint8).view(fmt.weight_dtype)
     if fmt.weight_dtype.is_floating_point:
         stored = torch.randn(stored.shape).to(fmt.weight_dtype)
-    values = fmt.decode(stored, scales)
-    assert values.shape == (n, k)
+    values = fmt.decode(stored.view(-1), scales)
+    assert values.shape == (n * k,)
     assert values.dtype == torch.float32
     # "exact in bf16 and fp32": nothing is lost where a kernel holds weights in bf16
     assert_equal(values.bfloat16().float(), values)
@@ -187,13 +172,15 @@ def test_fake_quantization_is_the_formula(magnitude: float, scale: float) -> Non
 
 def test_fake_quantization_takes_one_scale_per_token() -> None:
     x = torch.randn(7, 48) * torch.logspace(-3, 3, 7).unsqueeze(1)
-    s = token_scale(x)
-    assert_equal(fake_quantize_nvfp4(x, s), _fake_quantize(x, s))
+    values, s = quantize_tokens_nvfp4(x)
+    assert_equal(values, _fake_quantize(x, s))
+    assert_equal(values, fake_quantize_nvfp4(x, s))
 
 
 def test_no_tokens() -> None:
     assert fake_quantize_nvfp4(torch.empty(0, 32), torch.ones(1)).shape == (0, 32)
-    assert token_scale(torch.empty(0, 32)).shape == (0, 1)
+    values, scale = quantize_tokens_nvfp4(torch.empty(0, 32))
+    assert (values.shape, scale.shape) == ((0, 32), (0, 1))
 
 
 def test_block_scale_never_falls_below_the_smallest_e4m3() -> None:
@@ -217,7 +204,7 @@ def test_representable_activations_survive_unchanged() -> None:
     codes[..., 0] = 7  # each block's largest is 6, so its scale is found again
     values = formats.e2m1_values()[codes]
     scales = torch.randint(8, 0x7F, (4, 4, 1), dtype=torch.uint8)
-    x = (values * decode_e4m3(scales)).view(4, 64)
+    x = (values * decode_e4m3(scales.view(-1)).view(4, 4, 1)).view(4, 64)
     for s in (1.0, 0.25):
         assert_equal(fake_quantize_nvfp4(x * s, torch.tensor([s])), x)
 
@@ -226,4 +213,4 @@ def test_token_scale_maps_the_largest_value_to_the_range() -> None:
     x = torch.zeros(3, 16)
     x[0, 3], x[1, 5] = -NVFP4_RANGE, 1.0
     expected = torch.tensor([[1.0], [1.0 / NVFP4_RANGE], [1.0]])
-    assert_equal(token_scale(x), expected)
+    assert_equal(quantize_tokens_nvfp4(x)[1], expected)

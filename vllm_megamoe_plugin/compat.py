@@ -274,7 +274,6 @@ def _open_routed_experts(
             return get_method(self, prefix, quant_config, moe_config)
         # only now: a model that does not ask for us imports nothing more
         _open_oracles()
-        _opaque_on_cpu(is_ours)
         try:
             method = get_method(self, prefix, quant_config, moe_config)
         except Scheme as scheme:
@@ -303,35 +302,6 @@ def _open_routed_experts(
     RoutedExperts.load_weights = _load_weights
     RoutedExperts.get_expert_weights = _get_expert_weights
     setattr(RoutedExperts, _MARK, True)
-
-
-def _opaque_on_cpu(is_ours: Callable[[Any], bool]) -> None:
-    """Keep our forward opaque to torch.compile on CPU, as it is on CUDA.
-
-    Why: the CPU runner inlines the MoE forward into the compiled graph, where the
-    reference's group sizes are data-dependent. Goes when the CPU runner calls
-    `torch.ops.vllm.moe_forward` as the CUDA one does.
-    """
-    import torch
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-    if getattr(MoERunner, _MARK, False):
-        return
-    original = MoERunner._select_forward
-
-    @wraps(original)
-    def _select_forward(self: Any) -> Callable[..., Any]:
-        if is_ours(self.routed_experts.quant_method):
-            ops = torch.ops.vllm
-            return (
-                ops.moe_forward
-                if self.shared_experts is None
-                else (ops.moe_forward_shared)
-            )
-        return original(self)
-
-    MoERunner._select_forward = _select_forward  # type: ignore[method-assign]
-    setattr(MoERunner, _MARK, True)
 
 
 def apply_patches(

@@ -47,8 +47,8 @@ class WeightFormat:
     modes: tuple[str, ...]
     """Activation modes the format can run in, the default first."""
     decode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """(elements [N, K/v], block scales [N, K/group]) -> fp32 [N, K], exact, without
-    the global scale."""
+    """(elements, block scales as bytes) of whole rows, both flat -> fp32, flat, exact,
+    without the global scale."""
 
     def weight_cols(self, k: int) -> int:
         """Stored elements of a row of `k` weights."""
@@ -59,32 +59,21 @@ class WeightFormat:
         return k // self.group
 
 
-# Both tables hold 8-byte rows, gathered as int64 by two stored bytes at a time: one
-# fast copy per row, instead of one per value.
+@cache
+def _code_pairs(device: torch.device) -> torch.Tensor:
+    """int64 [256]: the two fp32 values of each byte of packed codes, as one element.
+
+    Gathering 8-byte elements is one fast copy per byte; gathering rows of two is not.
+    """
+    codes, byte = e2m1_values(), torch.arange(256)
+    pairs = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=1)
+    return pairs.view(torch.int64).view(-1).to(device)
 
 
 @cache
-def _quad_table() -> torch.Tensor:
-    """int64 [65536]: the four fp16 values of each 16 bits of packed codes."""
-    codes, pair, quad = e2m1_values(), torch.arange(256), torch.arange(65536)
-    pairs = torch.stack([codes[pair & 15], codes[pair >> 4]], dim=1)
-    rows = torch.cat([pairs[quad & 255], pairs[quad >> 8]], dim=1)
-    return rows.half().view(torch.int64).view(-1)
-
-
-@cache
-def _scale_pair_table() -> torch.Tensor:
-    """int64 [65536]: the two fp32 values of each pair of E4M3 bytes."""
+def _e4m3_values(device: torch.device) -> torch.Tensor:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    pair = torch.arange(65536)
-    rows = torch.stack([values[pair & 255], values[pair >> 8]], dim=1)
-    return rows.view(torch.int64).view(-1)
-
-
-def _gather_rows(table: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """int64, one row of the table for each two bytes of a tensor."""
-    index = stored.contiguous().view(torch.uint8).view(-1).view(torch.uint16).int()
-    return table.to(stored.device).index_select(0, index)
+    return values.to(device)
 
 
 def e2m1_values() -> torch.Tensor:
@@ -94,22 +83,19 @@ def e2m1_values() -> torch.Tensor:
 
 
 def decode_e4m3(scales: torch.Tensor) -> torch.Tensor:
-    """E4M3 (or the same bytes as uint8), an even number of them -> fp32, exact."""
-    values = _gather_rows(_scale_pair_table(), scales).view(torch.float32)
-    return values.view(scales.shape)
+    """uint8 [n], the bytes of E4M3 values -> fp32 [n], exact, NaN bytes included."""
+    return _e4m3_values(scales.device).index_select(0, scales.int())
 
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K/2], K % 4 == 0 -> fp32 [..., K], exact; low nibble is even k."""
-    values = _gather_rows(_quad_table(), packed).view(torch.float16).float()
-    return values.view(*packed.shape[:-1], packed.shape[-1] * 2)
+    """uint8 [n] -> fp32 [2n], exact; the low nibble is the first of a pair."""
+    return _code_pairs(packed.device).index_select(0, packed.int()).view(torch.float32)
 
 
 def _decode_nvfp4(packed: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     assert scales is not None
-    weight = decode_e2m1(packed)
-    weight.view(-1, NVFP4_GROUP).mul_(decode_e4m3(scales).view(-1, 1))
-    return weight
+    blocks = decode_e2m1(packed).view(-1, NVFP4_GROUP)
+    return blocks.mul_(decode_e4m3(scales).view(-1, 1)).view(-1)
 
 
 def _decode_plain(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -118,15 +104,15 @@ def _decode_plain(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Te
 
 
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to the nearest E2M1 value; ties to the even code; saturates at 6.
+    """fp32 to the nearest E2M1 value; ties to the even code; saturates at 6.
 
     Steps are 0.5 below 2, 1 below 4 and 2 above; `torch.round` is half-to-even on
     multiples of the step, which is the tie rule of the hardware conversion.
     """
     a = x.abs().clamp_(max=E2M1_MAX)
-    # the step is half the power of two below a, at least 0.5: exponent arithmetic
-    exponent = (a.view(torch.int32) >> 23).clamp_(127, 129)
-    step = exponent.sub_(1).bitwise_left_shift_(23).view(torch.float32)
+    # the step is half the power of two below a, at least 0.5: a's exponent alone
+    power = (a.view(torch.int32) & 0x7F800000).view(torch.float32)
+    step = power.clamp_(min=1.0).mul_(0.5)
     return a.div_(step).round_().mul_(step).copysign_(x)
 
 
@@ -142,19 +128,34 @@ def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor) -> torch.Te
         2^-9, 448))` and `q = e2m1(x / (sf * global_scale))`; multiply by
         `global_scale` to approximate `x`. Values past `6 * sf` saturate.
     """
-    t, k = x.shape
-    blocks = x.view(t, k // NVFP4_GROUP, NVFP4_GROUP)
-    s = global_scale.view(-1, 1, 1)
+    blocks = x.view(x.shape[0], x.shape[1] // NVFP4_GROUP, NVFP4_GROUP)
     amax = blocks.abs().amax(dim=-1, keepdim=True)
+    return _quantize_blocks(blocks, amax, global_scale.view(-1, 1, 1)).view(x.shape)
+
+
+def quantize_tokens_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fake_quantize_nvfp4` with one global scale per token, and those scales.
+
+    Args:
+        x: fp32 [T, K], K % 16 == 0.
+
+    Returns:
+        fp32 [T, K], and fp32 [T, 1]: `amax / (6 * 448)` of each token, 1 for an
+        all-zero token.
+    """
+    blocks = x.view(x.shape[0], x.shape[1] // NVFP4_GROUP, NVFP4_GROUP)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    largest = amax.amax(dim=1, keepdim=True)
+    scale = (largest / NVFP4_RANGE).masked_fill_(largest == 0, 1.0)
+    return _quantize_blocks(blocks, amax, scale).view(x.shape), scale.view(-1, 1)
+
+
+def _quantize_blocks(
+    blocks: torch.Tensor, amax: torch.Tensor, s: torch.Tensor
+) -> torch.Tensor:
     sf = (amax / (E2M1_MAX * s)).clamp_(E4M3_TINY, E4M3_MAX)
     sf = sf.to(torch.float8_e4m3fn).float()
-    return (round_to_e2m1(blocks / (sf * s)) * sf).view(t, k)
-
-
-def token_scale(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, 1]: `amax / (6 * 448)` of each token, 1 for an all-zero token."""
-    amax = x.abs().amax(dim=-1, keepdim=True)
-    return torch.where(amax > 0, amax / NVFP4_RANGE, 1.0)
+    return round_to_e2m1(blocks / (sf * s)).mul_(sf)
 
 
 NVFP4 = WeightFormat(

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
     FusedMoEMethodBase,
 )
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from . import envs
 from .checkpoint import (
@@ -252,10 +253,18 @@ class MegaMoEMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Routed output; summed over ranks only where the runner does not do it."""
-        del (
-            shared_experts,
-            shared_experts_input,
-        )  # run by the runner, outside the kernel
+        # the runner runs shared experts itself, outside the kernel
+        del shared_experts, shared_experts_input
+        if torch.compiler.is_compiling():
+            # only a CPU runner is traced through; elsewhere it is opaque itself
+            op = torch.ops.vllm_megamoe.experts
+            return op(x, topk_weights, topk_ids, layer.layer_name)
+        return self.run(layer, x, topk_weights, topk_ids)
+
+    def run(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
+    ) -> Tensor:
+        """`apply`, as torch.compile never sees it: group sizes depend on the data."""
         if self.crosses_ranks:
             return self._across_ranks(layer, x, topk_weights, topk_ids)
         slots = local_slots(topk_ids, layer.expert_map)
@@ -284,6 +293,25 @@ class MegaMoEMethod(FusedMoEMethodBase):
         out = get_ep_group().all_reduce(out)
         mine = group.rank_in_group * rows
         return out[mine : mine + tokens]
+
+
+def _experts_op(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str
+) -> Tensor:
+    layer = get_forward_context().no_compile_layers[layer_name].routed_experts
+    return layer.quant_method.run(layer, x, topk_weights, topk_ids)
+
+
+def _experts_shape(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+_LIBRARY = torch.library.Library("vllm_megamoe", "FRAGMENT")
+direct_register_custom_op(
+    "experts", _experts_op, fake_impl=_experts_shape, target_lib=_LIBRARY
+)
 
 
 def local_slots(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:

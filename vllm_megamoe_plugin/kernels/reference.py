@@ -22,11 +22,13 @@ or p holds, NaN included; rows without slots are zero. Bitwise reproducible for 
 batches; sums inside a matmul may associate differently for another batch size.
 """
 
+from collections import Counter
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import WeightFormat, fake_quantize_nvfp4, token_scale
+from ..formats import WeightFormat, fake_quantize_nvfp4, quantize_tokens_nvfp4
 from ..layouts import PLAIN
 from ..scales import check_l2_scale_tensor
 from .base import Problem, Run, Support, Tensors
@@ -57,60 +59,93 @@ def reference_moe(
     Returns:
         bf16 [T, H].
     """
-    check_l2_scale_tensor(tensors.l2_act_scale, x.device)
-    t, top_k = tensors, slots.shape[1]
-    # Slots of one expert become neighbours; those without an expert are left out.
-    expert_of = slots.reshape(-1)
-    order = expert_of.argsort(stable=True)
-    order = order[(expert_of < 0).sum() :]
-    expert_of = expert_of[order].long()
-    token_of = order.div(top_k, rounding_mode="floor")
+    return BoundReference(tensors, fmt, mode, swiglu_limit)(x, topk_weights, slots)
 
-    xq, s_x = x.float(), None
-    if mode == "w4a4":
-        s_x = token_scale(xq)
-        xq, s_x = fake_quantize_nvfp4(xq, s_x), s_x[token_of]
-    gate, up = _grouped(xq[token_of], expert_of, t.w13, t.w13_scale, fmt).chunk(
-        2, dim=1
-    )
-    g = _bf16(_scaled(gate, t.gate_alpha, expert_of, s_x))
-    u = _bf16(_scaled(up, t.up_alpha, expert_of, s_x))
-    if swiglu_limit is not None:
-        g, u = g.clamp(max=swiglu_limit), u.clamp(-swiglu_limit, swiglu_limit)
-    h = F.silu(g) * u
-    s_2 = None
-    if mode == "w4a4":
-        s_2 = (
-            torch.ones(1, device=h.device) if t.l2_act_scale is None else t.l2_act_scale
+
+class BoundReference:
+    """`reference_moe` with the views of each expert's weights taken once."""
+
+    def __init__(
+        self, tensors: Tensors, fmt: WeightFormat, mode: str, limit: float | None
+    ) -> None:
+        self.t, self.mode, self.limit = tensors, mode, limit
+        self.w13 = _Experts(fmt, tensors.w13, tensors.w13_scale)
+        self.w2 = _Experts(fmt, tensors.w2, tensors.w2_scale)
+
+    def __call__(self, x: Tensor, topk_weights: Tensor, slots: Tensor) -> Tensor:
+        t = self.t
+        check_l2_scale_tensor(t.l2_act_scale, x.device)
+        # Slots of one expert become neighbours; those without an expert are left out.
+        # A CPU reads the ids for nothing; a GPU only runs this eagerly.
+        ids = slots.reshape(-1).tolist()
+        routed = sorted(
+            (expert, slot) for slot, expert in enumerate(ids) if expert >= 0
         )
-        h = fake_quantize_nvfp4(h, s_2)
-    else:
-        h = _bf16(h)
-    o = _grouped(h, expert_of, t.w2, t.w2_scale, fmt)
-    o = _bf16(_scaled(o, t.w2_alpha, expert_of, s_2))
+        sizes = Counter([expert for expert, _ in routed])
+        expert_of, order = _columns(routed, x.device)
+        token_of = order.div(slots.shape[1], rounding_mode="floor")
 
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    o.mul_(topk_weights.reshape(-1)[order].float().unsqueeze(1))
-    return y.index_add_(0, token_of, o).to(x.dtype)
+        xq, s_x = x.float(), None
+        if self.mode == "w4a4":
+            xq, s_x = quantize_tokens_nvfp4(xq)
+            s_x = s_x.index_select(0, token_of)
+        acc = self.w13.matmul(xq.index_select(0, token_of), sizes)
+        gate, up = acc.chunk(2, dim=1)
+        g = _bf16(_scaled(gate, t.gate_alpha, expert_of, s_x))
+        u = _bf16(_scaled(up, t.up_alpha, expert_of, s_x))
+        if self.limit is not None:
+            g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        h = F.silu(g) * u
+        s_2 = None
+        if self.mode == "w4a4":
+            s_2 = t.l2_act_scale
+            if s_2 is None:
+                s_2 = torch.ones(1, device=h.device)
+            h = fake_quantize_nvfp4(h, s_2)
+        else:
+            h = _bf16(h)
+        acc = self.w2.matmul(h, sizes)
+        o = _bf16(_scaled(acc, t.w2_alpha, expert_of, s_2))
+
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        p = topk_weights.reshape(-1).index_select(0, order).float()
+        return y.index_add_(0, token_of, o.mul_(p.unsqueeze(1))).to(x.dtype)
 
 
-def _grouped(
-    x: Tensor, expert_of: Tensor, w: Tensor, scale: Tensor | None, fmt: WeightFormat
-) -> Tensor:
-    """fp32 [S, N]: each row of x [S, K] times its expert's weight [N, K].
+class _Experts:
+    """One projection of every expert, decoded one expert at a time."""
 
-    Rows are sorted by expert. Reading the group sizes costs nothing on a CPU; a GPU
-    only runs this eagerly.
-    """
-    sizes = expert_of.bincount(minlength=w.shape[0]).tolist()
-    out = torch.empty(x.shape[0], w.shape[1], dtype=torch.float32, device=x.device)
-    start = 0
-    for expert, n in enumerate(sizes):
-        if n:
-            weight = fmt.decode(w[expert], None if scale is None else scale[expert])
-            torch.mm(x[start : start + n], weight.t(), out=out[start : start + n])
+    def __init__(self, fmt: WeightFormat, w: Tensor, scale: Tensor | None) -> None:
+        self.decode = fmt.decode
+        self.shape = (w.shape[1], w.shape[2] * fmt.values_per_element)
+        self.elements = w.flatten(1).unbind()
+        self.scales: tuple[Tensor | None, ...] = (None,) * w.shape[0]
+        if scale is not None:
+            self.scales = scale.view(torch.uint8).flatten(1).unbind()
+
+    def matmul(self, x: Tensor, sizes: Counter[int]) -> Tensor:
+        """fp32 [S, N]: each row of x [S, K] times its expert's weight [N, K].
+
+        Args:
+            sizes: rows of each expert that has any; rows are in the order of sizes.
+        """
+        out = torch.empty(x.shape[0], self.shape[0], device=x.device)
+        start = 0
+        for expert, n in sizes.items():
+            # what was decoded is still in cache when it is used
+            weight = self.decode(self.elements[expert], self.scales[expert])
+            rows = slice(start, start + n)
+            torch.mm(x[rows], weight.view(self.shape).t(), out=out[rows])
             start += n
-    return out
+        return out
+
+
+def _columns(
+    pairs: list[tuple[int, int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """int64 [S] twice: the first and the second of each pair."""
+    table = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 def _scaled(
@@ -119,7 +154,7 @@ def _scaled(
     """The accumulator times its fp32 factor `alpha[e] * act_scale`."""
     factor = act_scale
     if alpha is not None:
-        column = alpha[expert_of].unsqueeze(1)
+        column = alpha.index_select(0, expert_of).unsqueeze(1)
         factor = column if act_scale is None else column * act_scale
     return acc if factor is None else acc * factor
 
@@ -151,9 +186,6 @@ class ReferenceKernel:
         )
 
     def bind(self, problem: Problem, tensors: Tensors) -> Run:
-        fmt, mode, limit = problem.format, problem.mode, problem.swiglu_limit
-
-        def run(x: Tensor, topk_weights: Tensor, slots: Tensor) -> Tensor:
-            return reference_moe(x, topk_weights, slots, tensors, fmt, mode, limit)
-
-        return run
+        return BoundReference(
+            tensors, problem.format, problem.mode, problem.swiglu_limit
+        )
