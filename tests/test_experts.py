@@ -408,15 +408,6 @@ def test_any_part_may_be_rewritten_in_place(convention: Convention) -> None:
     assert_equal(experts.forward(x, weights, slots), others.forward(x, weights, slots))
 
 
-def test_a_partial_update_counts_only_what_it_declared() -> None:
-    host, experts = cold_start(MODELOPT_NVFP4, make_checkpoint(MODELOPT_NVFP4))
-    second = make_checkpoint(MODELOPT_NVFP4)
-    experts.ledger.begin_update(partial=True)
-    load(host, experts, {k: t for k, t in second.items() if k[1] == "w2"})
-    experts.process(host)
-    experts.forward(*tokens(2))
-
-
 def test_an_update_that_breaks_off_stops_serving_until_a_full_one_repairs_it() -> None:
     first, second = (make_checkpoint(MODELOPT_NVFP4) for _ in range(2))
     host, experts = cold_start(MODELOPT_NVFP4, first)

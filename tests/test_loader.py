@@ -457,18 +457,6 @@ def test_planning_does_not_stop_a_layer_from_serving() -> None:
     ledger.check_ready()
 
 
-def test_a_partial_update_is_open_only_on_a_layer_that_never_was_whole() -> None:
-    ledger = _ledger()
-    ledger.begin_update(partial=True)
-    assert ledger.open
-    ledger.accept()
-    ledger.begin_update(partial=True)
-    assert not ledger.open
-    assert ledger.dirty
-    ledger.begin_update()
-    assert ledger.open
-
-
 def test_summaries_stop_after_six() -> None:
     assert summarize(list("ab")) == "a; b"
     assert summarize(list("abcdefgh")) == "a; b; c; d; e; f and 2 more"

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_megamoe_plugin.compat import layers_of
+from vllm_megamoe_plugin.sync.direct import expert_layers
 
 from .vllm_layer import INTER, KINDS, E, H, load_model, model_tensors, vllm_process
+
+
+def layers_of(model: Any) -> list[tuple[str, Any]]:
+    return [(layer.name, layer.module) for layer in expert_layers(model)]
 
 
 def state(model: Any) -> dict[str, tuple[Tensor, int]]:
@@ -132,6 +136,16 @@ def test_a_refused_layerwise_reload_leaves_the_live_tensors_in_place(loaded) -> 
     assert_same_bytes(state(model), cold)
     assert_unmoved(state(model), cold)
     assert all(map(torch.equal, run(), before))
+
+
+def test_a_tensor_that_moved_is_an_error(loaded) -> None:
+    """A captured graph would go on reading the old storage."""
+    _, _, model = loaded
+    layer = layers_of(model)[0][1]
+    weight = next(p for n, p in layer.named_parameters() if n.startswith("w2_weight"))
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match="w2 moved after the kernel was bound"):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def test_a_recorded_plan_of_the_whole_model_replays(loaded) -> None:

@@ -12,7 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -323,6 +323,13 @@ def apply_patches(
     )
 
 
+def in_layerwise_reload(module: "torch.nn.Module") -> bool:
+    """Whether vLLM holds temporary tensors on the module, to be copied back later."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return layerwise.get_layerwise_info(module).can_load()
+
+
 def abort_layerwise(modules: "Iterable[torch.nn.Module]") -> None:
     """Put the live tensors of modules in an unfinished layerwise reload back.
 
@@ -337,12 +344,3 @@ def abort_layerwise(modules: "Iterable[torch.nn.Module]") -> None:
             layerwise._place_kernel_tensors(module, info)
             info.reset()
         layerwise.LOADING_LAYERS.discard(module)
-
-
-def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, RoutedExperts) of every MoE layer of a model that vLLM built."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts):
-            yield name, module

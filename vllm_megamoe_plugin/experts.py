@@ -336,6 +336,8 @@ class MegaMoE:
         Raises:
             RuntimeError: naming the tensors that moved.
         """
+        if self._run is None:
+            return
         moved = [
             name
             for name, address in self.addresses(host).items()

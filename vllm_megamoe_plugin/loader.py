@@ -77,15 +77,10 @@ class Ledger:
         self._loads[tensor] = bytearray(len(labels))
         self._planned[tensor] = bytearray(len(labels))
 
-    def begin_update(self, *, partial: bool = False) -> None:
-        """Open an update; only what arrives from here on counts as loaded.
-
-        Args:
-            partial: the sender declared that it brings only some of the slots, and
-                checks that those all arrive.
-        """
+    def begin_update(self) -> None:
+        """Open an update; only what arrives from here on counts as loaded."""
         self._reset()
-        self.open, self.dirty = not (partial and self.complete), True
+        self.open = self.dirty = True
 
     def mark(self, tensor: str, slot: int, *, planned: bool) -> None:
         """Record one load of a slot.

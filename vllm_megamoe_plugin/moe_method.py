@@ -28,7 +28,7 @@ from .checkpoint import (
     Convention,
     unfuse,
 )
-from .compat import Scheme, abort_layerwise
+from .compat import Scheme, abort_layerwise, in_layerwise_reload
 from .experts import MegaMoE, Spec
 from .kernels.base import Problem, probe_device
 from .kernels.select import Selection, select
@@ -236,6 +236,8 @@ class MegaMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check and derive; vLLM reruns it on every kind of reload."""
+        if not in_layerwise_reload(layer):
+            self.experts.check_addresses(layer)
         try:
             self.experts.process(layer)
         except ValueError:
