@@ -190,6 +190,21 @@ def test_every_mode_matches(fmt: WeightFormat, mode: str, limit: float | None) -
     torch.testing.assert_close(run(*args), expected, rtol=2**-7, atol=peak * 2**-9)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", TOKENS)
+@modes
+def test_a_gpu_gives_the_same(fmt: WeightFormat, mode: str, count: int) -> None:
+    tensors, args = _tensors(fmt, mode), _tokens(count)
+    there = Tensors(**{name: t.cuda() for name, t in tensors.named().items()})
+    got = _run(tuple(a.cuda() for a in args), there, fmt, mode)
+    assert got.is_cuda
+    expected = _run(args, tensors, fmt, mode)
+    # silu differs in its last bit, which may turn one bf16 rounding or one code
+    peak = expected.float().abs().max().item()
+    torch.testing.assert_close(got.cpu(), expected, rtol=2**-7, atol=peak * 2**-8)
+
+
 def test_bf16_is_the_plain_layer() -> None:
     tensors, (x, weights, slots) = _tensors(BF16, "w16a16"), _tokens(5)
     slots = slots[:, :1]
