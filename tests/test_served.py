@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every form and every kind of parallelism, in real servers that solve problems."""
 
-import statistics
 import urllib.error
 from pathlib import Path
 
@@ -49,28 +48,23 @@ def test_served_and_right(case: tuple[str, ...], tmp_path: Path, monkeypatch) ->
 
 
 def test_bf16_equals_stock_serving(tmp_path: Path) -> None:
-    """Log probabilities of the prompts against vLLM's own CPU experts, eager."""
-    seen = []
+    """Greedy answers and their log probabilities against vLLM's own CPU experts."""
+    texts, logprobs = [], []
     for backend in ("megamoe", "auto"):
         with serve(
             ARITH / "bf16", tmp_path, "--enforce-eager", "--moe-backend", backend
         ) as server:
-            seen.append(
-                [
-                    value
-                    for prompt, answer in problems(4)
-                    for value in server.complete(
-                        f"{prompt} {answer}", echo=True, logprobs=0, max_tokens=1
-                    )["logprobs"]["token_logprobs"][1:]
-                ]
-            )
-    ours, stock = seen
-    assert len(ours) == len(stock) > 100
-    off = sorted(abs(a - b) for a, b in zip(ours, stock, strict=True))
-    # Both round to bf16 between the same matmuls, but sum a token's experts in another
-    # order; where two experts tie the other one may win, so the tail is left alone.
-    assert statistics.mean(off) < 0.02, off[-8:]
-    assert off[int(0.9 * len(off))] < 0.05, off[-8:]
+            answers = [server.complete(p, logprobs=0) for p, _ in problems(4)]
+        texts.append([answer["text"] for answer in answers])
+        logprobs.append(
+            [v for answer in answers for v in answer["logprobs"]["token_logprobs"]]
+        )
+    assert texts[0] == texts[1]
+    ours, stock = logprobs
+    assert len(ours) > 200
+    # Both round to bf16 between the same matmuls, and differ in the order of their
+    # sums; the model is sure of its answers, so little of that reaches them.
+    assert max(abs(a - b) for a, b in zip(ours, stock, strict=True)) < 0.02
 
 
 def test_a_server_refuses_lora_at_start(tmp_path: Path) -> None:
