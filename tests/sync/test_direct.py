@@ -11,11 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_megamoe_plugin.sync.digest import compare, digest_all, registered_tensors
-from vllm_megamoe_plugin.sync.manifest import BROKEN, REFUSED, Manifest, ManifestError
-
-pytest.importorskip("vllm")
-
 from vllm_megamoe_plugin.sync.direct import DirectUpdate, expert_layers, run_or_abort
+from vllm_megamoe_plugin.sync.manifest import BROKEN, REFUSED, Manifest, ManifestError
 
 from ..vllm_layer import TOP_K, E, H, build, checkpoint, vllm_process
 

@@ -21,7 +21,6 @@ from vllm_megamoe_plugin.sync.sender import (
 from vllm_megamoe_plugin.tools import demo
 
 pytestmark = pytest.mark.serve
-pytest.importorskip("vllm")
 
 PROMPT = "Question: Ann has 3 apples and buys 4 more. How many has she?\nAnswer:"
 #: A trainer that is killed in the middle of its stream.

@@ -153,7 +153,6 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.serve
 def test_demo_end_to_end() -> None:
-    pytest.importorskip("vllm")
     command = "import sys; from vllm_megamoe_plugin.tools import demo; "
     command += "sys.exit(demo.run_demo(demo.shipped_model(), 20, None, True))"
     done = subprocess.run(
@@ -173,7 +172,6 @@ def test_demo_end_to_end() -> None:
 
 @pytest.mark.serve
 def test_an_interrupted_demo_leaves_no_server() -> None:
-    pytest.importorskip("vllm")
     command = "from vllm_megamoe_plugin.tools import demo; "
     command += "demo.run_demo(demo.shipped_model(), 20, None, True)"
     process = subprocess.Popen(
