@@ -23,6 +23,7 @@ LEVELS = {
     "compat": 0,
     "layouts": 1,
     "checkpoint": 1,
+    "ledger": 1,
     "loader": 2,
     "scales": 3,
     "kernels": 4,

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from .checkpoint import PER_TENSOR, Convention, Role
 from .kernels.base import Problem, Run, Tensors
 from .kernels.select import Selection
-from .loader import Ledger, ParamLoader, ParamSpec, Placement, summarize
+from .ledger import Ledger, summarize
+from .loader import ParamLoader, ParamSpec, Placement
 from .scales import (
     check_block_scales,
     check_global_scales,

@@ -3,10 +3,10 @@
 
 The loaders of a layer's parameters. Each call stands alone: no arithmetic, no read
 of a value, nothing kept from the incoming tensor. They run on meta parameters and
-under vLLM's load planner unchanged. The one memory is the coverage ledger.
+under vLLM's load planner unchanged. The one memory is the coverage ledger (`ledger`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .checkpoint import Role
 from .layouts import View
+from .ledger import Ledger
 
 #: Shard id -> (side of the layer, half within the side).
 SIDES = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
@@ -48,119 +49,6 @@ class Placement:
     def is_primary(self, physical: int) -> bool:
         """Whether this is the first physical expert of its logical expert."""
         return self.logical.index(self.logical[physical]) == physical
-
-
-class Ledger:
-    """Which slots of a layer the current update has loaded.
-
-    An update is open from creation (the cold load) or `begin_update` until
-    post-load processing accepts it. A bare `load_weights` into an accepted layer has
-    no beginning that could be told: it only makes the layer `dirty` until it is
-    processed again.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self._loads: dict[str, bytearray] = {}
-        self._planned: dict[str, bytearray] = {}
-        self._labels: dict[str, tuple[str, ...]] = {}
-        self.complete = False
-        """Accepted once: every slot holds a checkpoint value."""
-        self.open = True
-        """An update is under way: its loads are counted."""
-        self.dirty = True
-        """Something was written that post-load processing has not accepted."""
-
-    def require(self, tensor: str, labels: Sequence[str]) -> None:
-        """Declare a parameter whose slots, one per label, a checkpoint must fill."""
-        self._labels[tensor] = tuple(labels)
-        self._loads[tensor] = bytearray(len(labels))
-        self._planned[tensor] = bytearray(len(labels))
-
-    def begin_update(self) -> None:
-        """Open an update; only what arrives from here on counts as loaded."""
-        self._reset()
-        self.open = self.dirty = True
-
-    def mark(self, tensor: str, slot: int, *, planned: bool) -> None:
-        """Record one load of a slot.
-
-        Args:
-            planned: the load went to a meta tensor. vLLM counts elements that way
-                before it loads for real, and records copy plans that later run
-                without the loaders.
-        """
-        loads = self._loads[tensor]
-        if planned:
-            loads[slot] = 0
-            self._planned[tensor][slot] = 1
-            return
-        loads[slot] = min(loads[slot] + 1, 255)
-        self.dirty = True
-
-    def replayed_plan(self) -> bool:
-        """Whether a recorded plan, which covers every slot, filled the layer.
-
-        True when no loader ran since the last accept: the planner has checked then
-        that its copies cover the layer.
-        """
-        return not any(map(any, self._loads.values())) and all(
-            map(all, self._planned.values())
-        )
-
-    def missing(self) -> list[str]:
-        """Labels of the slots this update has not loaded yet."""
-        return self._slots(lambda loads: loads == 0)
-
-    def duplicates(self) -> list[str]:
-        """Labels of the slots this update loaded more than once."""
-        return self._slots(lambda loads: loads > 1)
-
-    def holes(self, tensor: str) -> list[int]:
-        """Flat slot numbers of one parameter that this update has not loaded."""
-        return [slot for slot, loads in enumerate(self._loads[tensor]) if loads == 0]
-
-    def accept(self) -> None:
-        """Post-load processing found the layer whole and every value usable."""
-        self._reset()
-        self.complete, self.open, self.dirty = True, False, False
-
-    def check_ready(self) -> None:
-        """Refuse to serve a layer with holes or with a mixture of two weight sets.
-
-        Raises:
-            RuntimeError: naming what is missing.
-        """
-        if not self.dirty:
-            return
-        missing = self.missing() if self.open else []
-        what = (
-            f"{len(missing)} slots are missing ({summarize(missing)})"
-            if missing
-            else "weights were written but post-load processing has not run"
-        )
-        raise RuntimeError(
-            f"{self.prefix}: the experts are incomplete and do not serve: {what}. "
-            "Send a full weight update, or reload the checkpoint."
-        )
-
-    def _reset(self) -> None:
-        for loads in self._loads.values():
-            loads[:] = bytes(len(loads))
-
-    def _slots(self, wanted: Callable[[int], bool]) -> list[str]:
-        return [
-            f"{tensor}: {label}"
-            for tensor, loads in self._loads.items()
-            for label, count in zip(self._labels[tensor], loads, strict=True)
-            if wanted(count)
-        ]
-
-
-def summarize(items: Sequence[str], limit: int = 6) -> str:
-    """The first few items and how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return "; ".join(items[:limit]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

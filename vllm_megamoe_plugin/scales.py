@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .formats import E4M3_NAN_BYTES
-from .loader import summarize
+from .ledger import summarize
 
 _FP32_TINY = torch.finfo(torch.float32).tiny
 

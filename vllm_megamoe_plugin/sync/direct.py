@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import abort_layerwise
-from ..loader import summarize
+from ..ledger import summarize
 from .digest import registered_tensors
 from .manifest import BROKEN, REFUSED, Manifest, ManifestError, TensorSpec, expert_layer
 
