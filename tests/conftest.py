@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread, one seed per test, and no environment variable from outside."""
+"""One thread, one seed per test, no deadline, no environment variable from outside."""
 
 import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from vllm_megamoe_plugin import envs
 
 torch.set_num_threads(1)
+# how long an example takes says nothing about the code
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

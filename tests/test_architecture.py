@@ -23,7 +23,9 @@ LEVELS = {
     "compat": 0,
     "layouts": 1,
     "checkpoint": 1,
+    "eplb": 0,
     "ledger": 1,
+    "reload": 1,
     "loader": 2,
     "scales": 3,
     "kernels": 4,
@@ -41,6 +43,7 @@ LEVELS = {
 #: Rooms that may import vLLM; all others work with torch alone.
 MAY_IMPORT_VLLM = {
     "compat",
+    "reload",
     "registration",
     "moe_method",
     "native",
@@ -53,17 +56,25 @@ MAY_IMPORT_VLLM = {
 TESTED_ELSEWHERE = {
     "__init__.py": "test_package.py",
     "__main__.py": "test_cli.py",
+    "kernels/portable/combine.py": "kernels/portable/test_launch.py",
+    "kernels/portable/gemm.py": "kernels/portable/test_launch.py",
+    "kernels/portable/prepare.py": "kernels/portable/test_launch.py",
     "registration.py": "test_package.py",
-    "sync/transfer_engine.py": "sync/test_direct.py",
-    "sync/worker_extension.py": "sync/test_direct.py",
+    "sync/state.py": "test_reload.py",
 }
 #: Test files about more than one package file.
 ABOUT_THE_WHOLE = {
     "test_architecture.py",
     "test_package.py",
+    "test_placements.py",
     "test_served.py",
     "test_whole_model.py",
     "sync/test_faults_served.py",
+    "sync/test_incomplete_served.py",
+    "sync/test_ranks_served.py",
+    "sync/test_malformed.py",
+    "sync/test_wire_gpu.py",
+    "sync/test_gpu_served.py",
     "sync/test_tied_head.py",
 }
 

@@ -640,9 +640,9 @@ if importlib.util.find_spec("vllm") is not None:
             experts.ledger.check_ready()
 
     def _copies(placement: Placement, physical: int, key: Key) -> bool:
-        if key[2] is Role.INPUT_SCALE:
-            return placement.is_primary(physical)
-        return placement.local_slot[physical] >= 0
+        everyone = key[2] is Role.INPUT_SCALE
+        held = everyone or placement.slots_of[placement.logical[physical]]
+        return bool(held) and placement.is_primary(physical)
 
     @pytest.mark.parametrize("convention", CONVENTIONS, ids=lambda c: c.name)
     def test_an_incomplete_layerwise_reload_is_refused(convention: Convention) -> None:

@@ -22,7 +22,7 @@ from vllm_megamoe_plugin.checkpoint import (
     Role,
 )
 from vllm_megamoe_plugin.layouts import LAYOUTS, Layout
-from vllm_megamoe_plugin.loader import Placement
+from vllm_megamoe_plugin.loader import Placement, recording
 
 from .helpers import (
     HIDDEN,
@@ -99,10 +99,12 @@ def test_loading_only_views_and_copies(
             before = addresses(host)
             with recorder:
                 held = load_one(host, experts, physical, key, checkpoint[key])
-            assert recorder.ops.count("copy_") <= 1, recorder.ops
+            everyone = key[2] is Role.INPUT_SCALE
+            held_here = 1 if everyone else len(placement.slots_of[key[0]])
+            copies = held_here if placement.is_primary(physical) else 0
+            assert recorder.ops.count("copy_") == copies, recorder.ops
             assert set(recorder.ops) <= VIEWS | {"copy_"}, recorder.ops
-            local = placement.local_slot[physical] >= 0
-            assert held is (local or key[2] is Role.INPUT_SCALE)
+            assert held is (held_here > 0)
             assert addresses(host) == before
 
 
@@ -268,6 +270,46 @@ def test_meta_parameters_load_without_data(
     assert experts.ledger.missing()
 
 
+# --- recording: the copies a call amounts to ---
+
+
+@conventions
+@layouts
+@placements
+def test_recorded_copies_are_those_of_a_load(
+    convention: Convention, layout: Layout, placement: Placement
+) -> None:
+    sizes = {"hidden": 256, "intermediate": 256, "layout": layout}
+    checkpoint = make_checkpoint(convention, 3, 256, 256)
+    host, experts = build(convention, placement=placement, **sizes)
+    load(host, experts, checkpoint)
+    other, others = build(convention, placement=placement, **sizes)
+    before, placed = snapshot(other), []
+    with recording(placed.append):
+        load(other, others, checkpoint)
+    assert_same(tensors_of(other), before)
+    assert others.ledger.missing()
+    for one in placed:
+        assert one.param is getattr(other, one.loader.spec.name)
+        one.stored.copy_(one.plain)
+        one.loader.ledger.mark(one.loader.spec.name, one.slot, planned=False)
+    assert_same(tensors_of(other), snapshot(host))
+    assert others.ledger.missing() == others.ledger.duplicates() == []
+
+
+def test_recording_ends_with_its_block_whatever_happens() -> None:
+    checkpoint = make_checkpoint(MODELOPT_NVFP4)
+    host, experts = build(MODELOPT_NVFP4)
+    key: Key = (1, "w2", Role.GLOBAL_SCALE)
+    placed: list[Any] = []
+    two = torch.ones(2)
+    with pytest.raises(ValueError, match="one value"), recording(placed.append):
+        load_one(host, experts, 1, key, two)
+    load_one(host, experts, 1, key, checkpoint[key])
+    assert not placed
+    assert_equal(host.w2_weight_scale_2.data[1], checkpoint[key])
+
+
 # --- dtypes: bytes are taken over, values are never converted ---
 
 
@@ -399,10 +441,10 @@ def test_an_expert_the_layer_does_not_have_is_refused(expert: int) -> None:
         load_one(host, experts, expert, (0, "w2", Role.INPUT_SCALE), torch.ones(()))
 
 
-def test_an_error_names_the_logical_expert_of_a_replica() -> None:
+def test_an_error_names_the_expert_also_where_only_a_replica_is() -> None:
     host, experts = build(MODELOPT_NVFP4, placement=PLACEMENTS["ep rank 1"])
     with pytest.raises(ValueError, match=re.escape(f"{PREFIX} expert 0 w2 (")):
-        load_one(host, experts, 3, (0, "w2", Role.GLOBAL_SCALE), torch.ones(2))
+        load_one(host, experts, 0, (0, "w2", Role.GLOBAL_SCALE), torch.ones(2))
 
 
 # --- under vLLM's load planner, where vLLM is installed ---

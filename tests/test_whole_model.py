@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_megamoe_plugin.sync.direct import expert_layers
 
@@ -222,6 +222,48 @@ def test_dummy_load_serves(kind: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(read["up_alpha"], torch.full((E,), 1e-3))
             if "l2_act_scale" in read:
                 assert read["l2_act_scale"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_vllms_weight_cache_serve_and_reload(
+    kind: str, tmp_path: Path
+) -> None:
+    """The cache puts another process's processed tensors, bare, on a meta model."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
+    from vllm.model_executor.utils import weights_already_processed
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with vllm_process(tmp_path, kind) as config:
+        daemon = load_model(tmp_path, kind, config)
+        entries = {
+            f"{name}.{key}": SimpleNamespace(
+                kind="param" if isinstance(tensor, nn.Parameter) else "buffer",
+                rebuild=lambda device, t=tensor: t.detach().clone(),
+            )
+            for name, layer in layers_of(daemon)
+            for key, tensor in (*layer.named_parameters(), *layer.named_buffers())
+        }
+        config.load_config = LoadConfig(load_format="ipc_cache")
+        config.compilation_config.static_forward_context.clear()
+        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            model = initialize_model(vllm_config=config)
+        cached = SimpleNamespace(entries=entries, aliases={})
+        IpcModelLoader(config.load_config)._apply_entries(model, cached, 0)
+        with weights_already_processed():
+            process(model)
+        assert all(
+            x.quant_method.supports_pre_processed_weights for _, x in layers_of(model)
+        )
+        assert_same_bytes(state(model), state(daemon))
+        born = state(model)
+        new = experts_of(model_tensors(kind, seed=3))
+        for each in (model, daemon):
+            each.load_weights(new.items())
+            process(each)
+        assert_same_bytes(state(model), state(daemon))
+        assert_unmoved(state(model), born)
 
 
 def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

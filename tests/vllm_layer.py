@@ -149,8 +149,22 @@ def load_model(
 
 
 @contextmanager
-def vllm_process(folder: Path, kind: str = "bf16", **arguments: Any) -> Iterator[Any]:
-    """A single-rank vLLM process with `--moe-backend megamoe`; yields its config."""
+def vllm_process(
+    folder: Path,
+    kind: str = "bf16",
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    replicas: int | None = None,
+    **arguments: Any,
+) -> Iterator[Any]:
+    """This process as one rank of vLLM with `--moe-backend megamoe`; yields its config.
+
+    Args:
+        ranks: tensor- and expert-parallel; their processes share `folder`.
+        replicas: redundant experts of EPLB, None without. The switch is set behind
+            vLLM's check, which refuses EPLB on CPU before anything else is looked at.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,
@@ -159,16 +173,22 @@ def vllm_process(folder: Path, kind: str = "bf16", **arguments: Any) -> Iterator
         initialize_model_parallel,
     )
 
+    if ranks > 1:
+        arguments |= {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
     config = engine_config(folder, kind, **{"moe_backend": "megamoe", **arguments})
+    if replicas is not None:
+        config.parallel_config.enable_eplb = True
+        config.parallel_config.eplb_config.num_redundant_experts = replicas
+        config.parallel_config.eplb_config.communicator = "torch_nccl"
     with set_current_vllm_config(config):
         init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
+            world_size=ranks,
+            rank=rank,
+            local_rank=rank,
             distributed_init_method=f"file://{folder / 'rendezvous'}",
             backend="gloo",
         )
-        initialize_model_parallel()
+        initialize_model_parallel(tensor_model_parallel_size=ranks)
         try:
             yield config
         finally:

@@ -20,6 +20,7 @@ buffers `l2_act_scale` (1,) and, where the checkpoint stores reciprocals, `w13_a
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,10 @@ from .scales import (
     check_block_scales,
     check_global_scales,
     invert_into,
-    read_input_scales,
+    judge_input_scales,
+    largest_byte,
+    may_hold_nan,
+    read_together,
 )
 
 #: Below "vllm" so that vLLM's logging configuration shows it.
@@ -60,7 +64,7 @@ class Spec:
     fill_missing: bool = False
     """Experts without a usable input scale take the layer's maximum."""
     loader_bypassed: bool = False
-    """The first load fills parameters without the loaders (dummy, sharded state)."""
+    """The first load may fill parameters without the loaders (dummy, sharded state)."""
 
 
 class MegaMoE:
@@ -70,6 +74,7 @@ class MegaMoE:
         self.spec = spec
         self.prefix = spec.prefix
         self.ledger = Ledger(spec.prefix)
+        self._marks: dict[str, dict[str, Any]] = {}
         self._addresses: dict[str, int] = {}
         self._run: Run | None = None
 
@@ -92,6 +97,7 @@ class MegaMoE:
                 for side, shape in (("w13", (2, e)), ("w2", (e,))):
                     zeros = torch.zeros(shape, dtype=torch.float32)
                     self._buffer(host, ALPHAS[side], zeros)
+        self._mark(host)
 
     def name(self, side: str, role: Role) -> str:
         """Name of a parameter on the host."""
@@ -160,18 +166,30 @@ class MegaMoE:
             tp_dim=None if view is None else (0 if side == "w13" else 1),
         )
         loader = ParamLoader(param_spec, self.spec.placement, self.ledger, slots)
-        param.weight_loader = loader.load  # type: ignore[attr-defined]
+        marks: dict[str, Any] = {"weight_loader": loader.load}
         if role in _DUMMY:
             value = _DUMMY[role]
             flip = role in PER_TENSOR and self.spec.convention.reciprocal
-            param.dummy_weight_value = 1 / value if flip else value  # type: ignore[attr-defined]
+            marks["dummy_weight_value"] = 1 / value if flip else value
+        self._marks[param_spec.name] = marks
         host.register_parameter(param_spec.name, param)
 
     def _buffer(self, host: nn.Module, name: str, value: Tensor) -> None:
         # Persistent, so that a layerwise reload copies it back; 0 elements to load, so
         # that the same reload does not wait for a checkpoint tensor to fill it.
-        value.weight_loader_numel = 0  # type: ignore[attr-defined]
+        self._marks[name] = {"weight_loader_numel": 0}
         host.register_buffer(name, value)
+
+    def _mark(self, host: nn.Module) -> None:
+        """Put what vLLM's loaders look for on the tensors.
+
+        Not once only: vLLM's weight cache registers bare tensors in place of ours.
+        """
+        for name, marks in self._marks.items():
+            tensor = getattr(host, name)
+            for attribute, value in marks.items():
+                if not hasattr(tensor, attribute):
+                    setattr(tensor, attribute, value)
 
     # --- after loading: check first, then derive in place ---
 
@@ -187,11 +205,11 @@ class MegaMoE:
         """
         if any(t.is_meta for t in host.parameters(recurse=False)):
             return  # nothing to look at; runs again on the real tensors
+        self._mark(host)
         self.ledger.dirty = True  # until accepted, however the bytes came here
         temporary = bool(self._addresses) and self.addresses(host) != self._addresses
         self._check_coverage(host, temporary)
-        self._check_values(host)
-        l2_scale = self._l2_scale(host)
+        l2_scale = self._check_values(host)
         if self.spec.convention.reciprocal:
             for side in SIDES:
                 stored = getattr(host, self.name(side, Role.GLOBAL_SCALE))
@@ -206,7 +224,7 @@ class MegaMoE:
 
     def _check_coverage(self, host: nn.Module, temporary: bool) -> None:
         ledger = self.ledger
-        if not ledger.complete and self.spec.loader_bypassed:
+        if self.spec.loader_bypassed and not ledger.complete and ledger.untouched:
             return
         if not (ledger.open or temporary):
             return  # in place, into a layer that is whole: any part may be new
@@ -244,33 +262,50 @@ class MegaMoE:
     def _ignores_w2_input_scale(self) -> bool:
         return self.spec.problem.mode != "w4a4" or self.spec.fill_missing
 
-    def _check_values(self, host: nn.Module) -> None:
-        fmt = self.spec.convention.format
-        experts = self._logical_of_slots()
-        for side in SIDES:
-            if fmt.scale_dtype is torch.float8_e4m3fn:
+    def _check_values(self, host: nn.Module) -> float:
+        """Check every scale that is read; returns the layer's L2 activation scale."""
+        named = {}
+        if self.spec.convention.format.scale_dtype is torch.float8_e4m3fn:
+            for side in SIDES:
                 name = self.name(side, Role.BLOCK_SCALE)
-                where = f"{self.prefix}.{name}"
-                check_block_scales(getattr(host, name).data, where, experts)
-            if fmt.global_scale:
+                named[name] = largest_byte(getattr(host, name).data)
+        if self.spec.convention.format.global_scale:
+            for side in SIDES:
                 name = self.name(side, Role.GLOBAL_SCALE)
-                halves = ("w1", "w3") if side == "w13" else ("w2",)
-                labels = [f"expert {x} {h}" for h in halves for x in experts]
-                where = f"{self.prefix}.{name}"
-                check_global_scales(
-                    getattr(host, name).data,
-                    where,
-                    labels,
-                    reciprocal=self.spec.convention.reciprocal,
-                )
+                named[name] = getattr(host, name).data
+        if self.spec.problem.mode == "w4a4":
+            name = self.name("w2", Role.INPUT_SCALE)
+            named[name] = getattr(host, name).data
+        values = dict(zip(named, read_together(list(named.values())), strict=True))
+        for name, found in values.items():
+            self._check_one(host, name, found)
+        return self._l2_scale(values)
 
-    def _l2_scale(self, host: nn.Module) -> float:
+    def _check_one(self, host: nn.Module, name: str, found: list[float]) -> None:
+        """Refuse unusable block scales (by their largest byte) or global scales."""
+        side, _, suffix = name.partition("_")
+        role = self.spec.convention.role_of(suffix)
+        experts = self.spec.placement.slot_logical
+        where = f"{self.prefix}.{name}"
+        if role is Role.BLOCK_SCALE and may_hold_nan(found[0]):
+            check_block_scales(getattr(host, name).data, where, experts)
+        if role is Role.GLOBAL_SCALE:
+            halves = ("w1", "w3") if side == "w13" else ("w2",)
+
+            def label(n: int) -> str:
+                half, slot = divmod(n, len(experts))
+                return f"expert {experts[slot]} {halves[half]}"
+
+            reciprocal = self.spec.convention.reciprocal
+            check_global_scales(found, where, label, reciprocal=reciprocal)
+
+    def _l2_scale(self, values: dict[str, list[float]]) -> float:
         """The layer's L2 activation scale, 1 where the mode does not quantize."""
         if self.spec.problem.mode != "w4a4":
             return 1.0
         name = self.name("w2", Role.INPUT_SCALE)
-        scales = read_input_scales(
-            getattr(host, name).data,
+        scales = judge_input_scales(
+            values[name],
             f"{self.prefix}.{name}",
             reciprocal=self.spec.convention.reciprocal,
             fill_missing=self.spec.fill_missing,
@@ -290,11 +325,6 @@ class MegaMoE:
                     scales.maximum,
                 )
         return scales.maximum
-
-    def _logical_of_slots(self) -> list[int]:
-        placement = self.spec.placement
-        slots = [(s, p) for p, s in enumerate(placement.local_slot) if s >= 0]
-        return [placement.logical[p] for _, p in sorted(slots)]
 
     # --- what a kernel reads ---
 
@@ -326,6 +356,19 @@ class MegaMoE:
     def kernel_tensors(self, host: nn.Module) -> dict[str, Tensor]:
         """Every tensor the kernel reads, by name."""
         return self.tensors(host).named()
+
+    def derived(self) -> dict[str, str]:
+        """Each buffer that post-load processing fills, with the parameter it follows.
+
+        In a mode that does not quantize activations the L2 scale is 1 and follows none.
+        """
+        found = {}
+        if self.spec.problem.mode == "w4a4":
+            found[L2_ACT_SCALE] = self.name("w2", Role.INPUT_SCALE)
+        if self.spec.convention.reciprocal:
+            for side in SIDES:
+                found[ALPHAS[side]] = self.name(side, Role.GLOBAL_SCALE)
+        return found
 
     def addresses(self, host: nn.Module) -> dict[str, int]:
         """Device address of each tensor the kernel reads."""

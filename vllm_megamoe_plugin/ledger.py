@@ -6,6 +6,9 @@ Imports nothing of torch or vLLM.
 
 from collections.abc import Callable, Sequence
 
+#: Each count of loads -> the count after one more.
+_ONE_MORE = bytes([*range(1, 256), 255])
+
 
 class Ledger:
     """Which slots of a layer the current update has loaded.
@@ -20,24 +23,46 @@ class Ledger:
         self.prefix = prefix
         self._loads: dict[str, bytearray] = {}
         self._planned: dict[str, bytearray] = {}
-        self._labels: dict[str, tuple[str, ...]] = {}
+        self._labels: dict[str, Callable[[int], str]] = {}
         self.complete = False
         """Accepted once: every slot holds a checkpoint value."""
         self.open = True
         """An update is under way: its loads are counted."""
         self.dirty = True
         """Something was written that post-load processing has not accepted."""
+        self.failure: str | None = None
+        """What left the layer unfit to serve, where more is known than empty slots."""
+        self.alone = False
+        """Nothing outside this layer is in question: an update of it alone repairs."""
 
-    def require(self, tensor: str, labels: Sequence[str]) -> None:
-        """Declare a parameter whose slots, one per label, a checkpoint must fill."""
-        self._labels[tensor] = tuple(labels)
-        self._loads[tensor] = bytearray(len(labels))
-        self._planned[tensor] = bytearray(len(labels))
+    def require(self, tensor: str, slots: int, label: Callable[[int], str]) -> None:
+        """Declare a parameter whose slots a checkpoint must fill.
 
-    def begin_update(self) -> None:
-        """Open an update; only what arrives from here on counts as loaded."""
+        Args:
+            label: what a slot holds, asked when a message needs it: experts move.
+        """
+        self._labels[tensor] = label
+        self._loads[tensor] = bytearray(slots)
+        self._planned[tensor] = bytearray(slots)
+
+    def begin_update(
+        self, *, keeps: Callable[[str], bool] | None = None, alone: bool = False
+    ) -> None:
+        """Open an update; only what arrives from here on counts as loaded.
+
+        Args:
+            keeps: whether the update declares a slot of that label as kept. Kept
+                slots of an accepted layer count as loaded, so that an undeclared load
+                is a duplicate.
+            alone: the update writes nothing but experts.
+        """
         self._reset()
+        if keeps is not None:
+            for tensor, loads in self._loads.items():
+                label = self._labels[tensor]
+                loads[:] = bytes(keeps(label(slot)) for slot in range(len(loads)))
         self.open = self.dirty = True
+        self.alone = alone
 
     def mark(self, tensor: str, slot: int, *, planned: bool) -> None:
         """Record one load of a slot.
@@ -54,6 +79,15 @@ class Ledger:
             return
         loads[slot] = min(loads[slot] + 1, 255)
         self.dirty = True
+        # what else a bare `load_weights` wrote cannot be known
+        self.alone = self.alone and self.open
+
+    def mark_all(self, tensor: str, slots: slice) -> None:
+        """`mark` for real loads of many slots at once."""
+        loads = self._loads[tensor]
+        loads[slots] = loads[slots].translate(_ONE_MORE)
+        self.dirty = True
+        self.alone = self.alone and self.open
 
     def replayed_plan(self) -> bool:
         """Whether a recorded plan, which covers every slot, filled the layer.
@@ -61,9 +95,12 @@ class Ledger:
         True when no loader ran since the last accept: the planner has checked then
         that its copies cover the layer.
         """
-        return not any(map(any, self._loads.values())) and all(
-            map(all, self._planned.values())
-        )
+        return self.untouched and all(map(all, self._planned.values()))
+
+    @property
+    def untouched(self) -> bool:
+        """No loader ran since the last accept."""
+        return not any(map(any, self._loads.values()))
 
     def missing(self) -> list[str]:
         """Labels of the slots this update has not loaded yet."""
@@ -81,6 +118,7 @@ class Ledger:
         """Post-load processing found the layer whole and every value usable."""
         self._reset()
         self.complete, self.open, self.dirty = True, False, False
+        self.alone = True
 
     def check_ready(self) -> None:
         """Refuse to serve a layer with holes or with a mixture of two weight sets.
@@ -90,6 +128,8 @@ class Ledger:
         """
         if not self.dirty:
             return
+        if self.failure is not None:
+            raise RuntimeError(f"{self.prefix}: {self.failure}")
         missing = self.missing() if self.open else []
         what = (
             f"{len(missing)} slots are missing ({summarize(missing)})"
@@ -102,14 +142,16 @@ class Ledger:
         )
 
     def _reset(self) -> None:
+        self.failure = None
         for loads in self._loads.values():
             loads[:] = bytes(len(loads))
 
     def _slots(self, wanted: Callable[[int], bool]) -> list[str]:
         return [
-            f"{tensor}: {label}"
+            f"{tensor}: {self._labels[tensor](slot)}"
             for tensor, loads in self._loads.items()
-            for label, count in zip(self._labels[tensor], loads, strict=True)
+            if any(map(wanted, set(loads)))  # mostly none: no look at every slot
+            for slot, count in enumerate(loads)
             if wanted(count)
         ]
 

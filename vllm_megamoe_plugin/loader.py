@@ -4,9 +4,12 @@
 The loaders of a layer's parameters. Each call stands alone: no arithmetic, no read
 of a value, nothing kept from the incoming tensor. They run on meta parameters and
 under vLLM's load planner unchanged. The one memory is the coverage ledger (`ledger`).
+Inside `recording` they tell where each shard would go, and write nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -27,28 +30,71 @@ SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, eq=False)
 class Placement:
     """Which experts and which slice of them this rank holds.
 
     vLLM addresses experts by physical id; with EPLB several physical experts are
-    replicas of one logical expert.
+    replicas of one logical expert, and they move while the server runs. Loaders are
+    still called with the ids of the first day: `logical` says which checkpoint expert
+    a call brings, `follow` where that expert lives now.
     """
 
     local_slot: Sequence[int]
     """physical id -> slot on this rank, -1 when another rank holds it."""
     logical: Sequence[int]
-    """physical id -> logical id."""
+    """physical id -> logical id when the layer was built."""
     tp_rank: int = 0
     tp_size: int = 1
+    generation: int = 0
+    """Counts moves; what was worked out under an earlier one is stale."""
 
-    @property
-    def num_logical(self) -> int:
-        return max(self.logical) + 1
+    def __post_init__(self) -> None:
+        self.num_logical = max(self.logical) + 1
+        first: dict[int, int] = {}
+        for physical, logical in enumerate(self.logical):
+            first.setdefault(logical, physical)
+        self._primary = tuple(first[x] == p for p, x in enumerate(self.logical))
+        self._current: tuple[int, ...] = ()
+        self.follow(self.logical)
+
+    def follow(self, current: Sequence[int]) -> bool:
+        """Take over where experts are now; True when something moved on this rank.
+
+        Args:
+            current: physical id -> logical id.
+
+        Raises:
+            ValueError: not one logical expert per physical id, or one has no replica.
+        """
+        current = tuple(current)
+        if current == self._current:
+            return False
+        if len(current) != len(self.logical) or set(current) != set(self.logical):
+            raise ValueError(
+                f"An expert placement gives each of {len(self.logical)} physical "
+                f"experts one of {self.num_logical} logical ones and leaves none out, "
+                f"got {list(current)}."
+            )
+        self._current = current
+        held = sorted((s, p) for p, s in enumerate(self.local_slot) if s >= 0)
+        slots: list[list[int]] = [[] for _ in range(self.num_logical)]
+        for slot, physical in held:
+            slots[current[physical]].append(slot)
+        self.slot_logical = [current[physical] for _, physical in held]
+        """slot -> logical id it holds now."""
+        self.slots_of = [tuple(found) for found in slots]
+        """logical id -> slots on this rank that hold it now, none to several."""
+        self.generation += 1
+        return True
 
     def is_primary(self, physical: int) -> bool:
-        """Whether this is the first physical expert of its logical expert."""
-        return self.logical.index(self.logical[physical]) == physical
+        """Whether loader calls for this physical id bring its expert's tensors.
+
+        vLLM calls once per replica; the first call writes every current replica, and
+        the others have nothing left to do.
+        """
+        return self._primary[physical]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +113,35 @@ class ParamSpec:
     """Dimension that tensor parallelism splits."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """One copy that a loader call amounts to."""
+
+    loader: "ParamLoader"
+    param: Tensor
+    stored: Tensor
+    """View of the parameter, shaped like `plain`."""
+    plain: Tensor
+    """View of the incoming tensor."""
+    slot: int
+    """What it fills, in the ledger."""
+
+
+_RECORD: ContextVar[Callable[[Placed], None] | None] = ContextVar(
+    "record", default=None
+)
+
+
+@contextmanager
+def recording(record: Callable[[Placed], None]) -> Iterator[None]:
+    """Loaders called in here report their copies to `record` and write nothing."""
+    token = _RECORD.set(record)
+    try:
+        yield
+    finally:
+        _RECORD.reset(token)
+
+
 class ParamLoader:
     """The `weight_loader` of one parameter (its bound method `load`)."""
 
@@ -76,15 +151,23 @@ class ParamLoader:
         self.spec = spec
         self.placement = placement
         self.ledger = ledger
-        halves = ("w1", "w3") if spec.side == "w13" else ("w2",)
+        self._halves = ("w1", "w3") if spec.side == "w13" else ("w2",)
         self._slots = slots
-        physical = {s: p for p, s in enumerate(placement.local_slot) if s >= 0}
-        names = (
-            [f"expert {e}" for e in range(slots)]
-            if spec.role is Role.INPUT_SCALE
-            else [f"expert {placement.logical[physical[s]]}" for s in range(slots)]
+        # every rank keeps all logical experts' input scales, so that all derive the
+        # same L2 scale
+        everyone = spec.role is Role.INPUT_SCALE
+        self._all_logical = [(e,) for e in range(slots)] if everyone else None
+        self._whole_shape = tuple(
+            n * placement.tp_size if dim == spec.tp_dim else n
+            for dim, n in enumerate(spec.shard_shape)
         )
-        ledger.require(spec.name, [f"{name} {h}" for h in halves for name in names])
+        ledger.require(spec.name, len(self._halves) * slots, self.label)
+
+    def label(self, number: int) -> str:
+        """What a slot of the ledger holds, in the checkpoint's terms."""
+        half, slot = divmod(number, self._slots)
+        expert = slot if self._all_logical else self.placement.slot_logical[slot]
+        return f"expert {expert} {self._halves[half]}"
 
     def load(
         self,
@@ -109,85 +192,88 @@ class ParamLoader:
             ValueError: wrong shape, shard or expert.
             TypeError: wrong dtype.
         """
-        side, half = SIDES.get(shard_id, (None, 0))
-        if side != self.spec.side:
-            raise ValueError(
-                f"{self._where(weight_name, expert_id, shard_id)}: shard "
-                f"{shard_id!r} does not belong to {self.spec.name}."
+        half = self._half(shard_id, weight_name, expert_id)
+        placement = self.placement
+        logical = placement.logical[expert_id]
+        slots = (self._all_logical or placement.slots_of)[logical]
+        if slots and placement.is_primary(expert_id):
+            source = self._checked(
+                param, loaded_weight, weight_name, shard_id, expert_id
             )
-        if not 0 <= expert_id < len(self.placement.local_slot):
-            raise ValueError(
-                f"{self._where(weight_name, expert_id, shard_id)}: expert id out of "
-                f"range, the layer has {len(self.placement.local_slot)} experts."
-            )
-        held = self._load(param, loaded_weight, weight_name, shard_id, half, expert_id)
-        return held if return_success else None
+            for slot in slots:
+                self._copy(param, source, half, slot)
+        return bool(slots) if return_success else None
 
     # Models that call the loader themselves look for this (llama4 style).
     load.supports_moe_loading = True  # type: ignore[attr-defined]
 
-    def _load(
-        self,
-        param: Tensor,
-        source: Tensor,
-        name: str,
-        shard_id: str,
-        half: int,
-        physical: int,
-    ) -> bool:
-        if self.spec.role is Role.INPUT_SCALE:
-            # every rank keeps all logical experts, so that all derive the same scale;
-            # a replica would only write the same slot again
-            slot = self.placement.logical[physical]
-            if not self.placement.is_primary(physical):
-                return True
+    def _half(self, shard_id: str, name: str, physical: int) -> int:
+        side, half = SIDES.get(shard_id, (None, 0))
+        if side != self.spec.side:
+            raise ValueError(
+                f"{self._where(name, physical, shard_id)}: shard "
+                f"{shard_id!r} does not belong to {self.spec.name}."
+            )
+        if not 0 <= physical < len(self.placement.local_slot):
+            raise ValueError(
+                f"{self._where(name, physical, shard_id)}: expert id out of "
+                f"range, the layer has {len(self.placement.local_slot)} experts."
+            )
+        return half
+
+    def _copy(self, param: Tensor, source: Tensor, half: int, slot: int) -> None:
+        """One shard into one slot, or the report of it."""
+        view = self.spec.view
+        if view is None:
+            mine = param.select(0, half) if len(self._halves) > 1 else param
+            stored, plain = mine.select(0, slot), source
         else:
-            slot = self.placement.local_slot[physical]
-            if slot < 0:
-                return False
-        source = self._checked(param, source, name, shard_id, physical)
-        if self.spec.view is None:
-            (param[half, slot] if param.dim() == 2 else param[slot]).copy_(source)
-        else:
-            stored, plain = self.spec.view(param[slot], source, half)
-            stored.copy_(plain)
-        self.ledger.mark(
-            self.spec.name, half * self._slots + slot, planned=param.is_meta
-        )
-        return True
+            stored, plain = view(param.select(0, slot), source, half)
+        number = half * self._slots + slot
+        record = _RECORD.get()
+        if record is not None:
+            record(Placed(self, param, stored, plain, number))
+            return
+        stored.copy_(plain)
+        self.ledger.mark(self.spec.name, number, planned=param.is_meta)
 
     def _checked(
         self, param: Tensor, source: Tensor, name: str, shard_id: str, physical: int
     ) -> Tensor:
         """The source as this rank's shard, in a dtype whose copy keeps the bytes."""
-        where = self._where(name, physical, shard_id)
+        dtype = param.dtype
         scalar = self.spec.view is None
-        accepted = (param.dtype,) if scalar else SAME_BYTES.get(param.dtype, CASTABLE)
-        if source.dtype not in accepted:
-            raise TypeError(
-                f"{where}: got dtype {source.dtype}, need "
-                f"{' or '.join(str(d) for d in accepted)}."
-            )
-        if param.dtype in SAME_BYTES and source.dtype != param.dtype:
-            source = source.view(param.dtype)
-        if scalar:
-            if source.numel() != 1:
-                raise ValueError(
-                    f"{where}: expected one value, got shape {tuple(source.shape)}. "
-                    "Is this a per-channel checkpoint?"
+        if source.dtype is not dtype:
+            accepted = (dtype,) if scalar else SAME_BYTES.get(dtype, CASTABLE)
+            if source.dtype not in accepted:
+                raise TypeError(
+                    f"{self._where(name, physical, shard_id)}: got dtype "
+                    f"{source.dtype}, need {' or '.join(str(d) for d in accepted)}."
                 )
-            return source.reshape(())
-        return self._this_ranks_slice(source, where)
+            if dtype in SAME_BYTES:
+                source = source.view(dtype)
+        if not scalar:
+            if source.shape == self.spec.shard_shape:
+                return source
+            return self._this_ranks_slice(source, name, shard_id, physical)
+        if source.numel() != 1:
+            raise ValueError(
+                f"{self._where(name, physical, shard_id)}: expected one value, got "
+                f"shape {tuple(source.shape)}. Is this a per-channel checkpoint?"
+            )
+        return source.reshape(())
 
-    def _this_ranks_slice(self, source: Tensor, where: str) -> Tensor:
-        need, got = self.spec.shard_shape, tuple(source.shape)
-        if got == need:
-            return source
+    def _this_ranks_slice(
+        self, source: Tensor, name: str, shard_id: str, physical: int
+    ) -> Tensor:
+        need, whole = self.spec.shard_shape, self._whole_shape
         dim, tp = self.spec.tp_dim, self.placement.tp_size
-        full = tuple(n * tp if d == dim else n for d, n in enumerate(need))
-        if dim is None or got != full:
-            also = f" or {full} (all {tp} tensor-parallel slices)" if tp > 1 else ""
-            raise ValueError(f"{where}: got shape {got}, need {need}{also}.")
+        if dim is None or source.shape != whole:
+            also = f" or {whole} (all {tp} tensor-parallel slices)" if tp > 1 else ""
+            raise ValueError(
+                f"{self._where(name, physical, shard_id)}: got shape "
+                f"{tuple(source.shape)}, need {need}{also}."
+            )
         return source.narrow(dim, self.placement.tp_rank * need[dim], need[dim])
 
     def _where(self, name: str, physical: int, shard_id: str) -> str:

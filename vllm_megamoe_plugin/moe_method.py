@@ -28,11 +28,13 @@ from .checkpoint import (
     Convention,
     unfuse,
 )
-from .compat import Scheme, abort_layerwise, in_layerwise_reload
+from .compat import Scheme
+from .eplb import Moves
 from .experts import MegaMoE, Spec
 from .kernels.base import Problem, probe_device
 from .kernels.select import Selection, select
 from .loader import Placement
+from .reload import abort_layerwise, in_layerwise_reload
 
 logger = init_logger("vllm.megamoe")
 
@@ -46,7 +48,13 @@ _ASKERS: dict[tuple[str, str], Convention] = {
     ("unquantized", "unquantized_fused_moe_method"): PLAIN_BF16,
 }
 #: Load formats that fill parameters without calling their loaders.
-_BYPASSING_LOADS = ("dummy", "sharded_state", "tensorizer", "runai_streamer_sharded")
+_BYPASSING_LOADS = (
+    "dummy",
+    "ipc_cache",
+    "sharded_state",
+    "tensorizer",
+    "runai_streamer_sharded",
+)
 
 
 def build_method(layer: Any, scheme: Scheme) -> "MegaMoEMethod":
@@ -154,7 +162,11 @@ class _CombinesItself:
 class MegaMoEMethod(FusedMoEMethodBase):
     """Quantization method of one layer; all state is on the layer or in `experts`."""
 
+    #: Processing changes no loaded value: it may run on tensors of vLLM's weight cache.
+    supports_pre_processed_weights = True
     experts: MegaMoE
+    moves: Moves | None = None
+    """Set once EPLB has taken on the model."""
 
     def __init__(
         self, moe: FusedMoEConfig, convention: Convention, mode: str, input_scales: bool
@@ -227,12 +239,34 @@ class MegaMoEMethod(FusedMoEMethodBase):
     def split_fused(
         self, layer: Any, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Fused 3-D expert tensors as per-expert views, for vLLM's name mapping."""
+        """Fused 3-D expert tensors as per-expert views, for vLLM's name mapping.
+
+        Raises:
+            RuntimeError: EPLB is moving experts and nobody has drained it.
+        """
+        if self.moves is not None:
+            if self.moves.in_flight:
+                raise RuntimeError(
+                    f"{layer.layer_name}: EPLB is moving experts, which would put old "
+                    "weights over the new ones. Update through vLLM's reload or weight "
+                    "transfer endpoints, which wait for it, or set use_async to false "
+                    "in --eplb-config."
+                )
+            self.experts.spec.placement.follow(self.moves.current())
         return unfuse(weights, self.convention, layer.is_fused_checkpoint_transposed)
 
     def expert_weights(self, layer: Any) -> Iterable[Tensor]:
         """What EPLB moves with an expert."""
         return list(self.experts.expert_weights(layer))
+
+    def before_update(self) -> None:
+        """Before an update writes: end EPLB moves in flight, follow the placement.
+
+        A collective over the ranks of the expert-parallel group while a move is.
+        """
+        if self.moves is not None:
+            self.moves.drain()
+            self.experts.spec.placement.follow(self.moves.current())
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check and derive; vLLM reruns it on every kind of reload."""
@@ -266,7 +300,19 @@ class MegaMoEMethod(FusedMoEMethodBase):
     def run(
         self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
     ) -> Tensor:
-        """`apply`, as torch.compile never sees it: group sizes depend on the data."""
+        """`apply`, as torch.compile never sees it: group sizes depend on the data.
+
+        Raises:
+            RuntimeError: the layer is incomplete, or its tensors moved.
+        """
+        if in_layerwise_reload(layer):
+            raise RuntimeError(
+                f"{layer.layer_name}: a layerwise weight update is under way and holds "
+                "this layer's tensors. Pause the server until it has finished, or end "
+                "it with megamoe_abort_reload."
+            )
+        if envs.get("VLLM_MEGAMOE_VERIFY_ADDRESSES") == "1":
+            self.experts.check_addresses(layer)
         if self.crosses_ranks:
             return self._across_ranks(layer, x, topk_weights, topk_ids)
         slots = local_slots(topk_ids, layer.expert_map)

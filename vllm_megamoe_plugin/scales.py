@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales: what is checked after loading, and what is derived into fixed tensors.
 
-Runs in post-load processing, where a host read is allowed. Checks come first and
-write nothing, so a refused weight set leaves every derived tensor as it was.
+Runs in post-load processing, where a host read is allowed: one for all scales of a
+layer (`read_together`). Checks come first and write nothing, so a refused weight set
+leaves every derived tensor as it was. Neither needs memory on the device.
 
 The L2 activation scale is one number for the layer: the maximum of the `down_proj`
 input scales over all logical experts of all ranks, so that every rank quantizes
@@ -11,7 +12,8 @@ alike. Kernels read it from a one-element fp32 device tensor, and form
 captured graph can never mix an old scale with a new product.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from .formats import E4M3_NAN_BYTES
 from .ledger import summarize
 
 _FP32_TINY = torch.finfo(torch.float32).tiny
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 def fault_of(value: float) -> str | None:
@@ -41,42 +44,88 @@ def inverse_fault_of(value: float) -> str | None:
     return fault_of(value) or fault_of(1.0 / value)
 
 
+def all_usable(values: Sequence[float], *, reciprocal: bool) -> bool:
+    """Whether none has a fault: the healthy case, told fast."""
+    largest = 1.0 / _FP32_TINY if reciprocal else _FP32_MAX
+    return all(_FP32_TINY <= value <= largest for value in values)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The values of small tensors of one device, flat, after one wait for it."""
+    if all(t.device.type == "cpu" for t in tensors):
+        return [t.flatten().tolist() for t in tensors]
+    landed = [
+        torch.empty(t.numel(), dtype=t.dtype, device="cpu", pin_memory=True)
+        for t in tensors
+    ]
+    for host, tensor in zip(landed, tensors, strict=True):
+        host.copy_(tensor.flatten(), non_blocking=True)
+    torch.accelerator.current_stream(tensors[0].device).synchronize()
+    return [host.tolist() for host in landed]
+
+
 def check_global_scales(
-    stored: Tensor, name: str, labels: Sequence[str], *, reciprocal: bool = False
+    values: Sequence[float],
+    name: str,
+    label: Callable[[int], str],
+    *,
+    reciprocal: bool = False,
 ) -> None:
     """Refuse global weight scales that cannot multiply a weight.
 
     Args:
-        stored: fp32, one value per label, as the checkpoint holds them.
+        values: as the checkpoint holds them.
+        label: what the n-th value belongs to, for the message.
         reciprocal: values are 1/scale.
 
     Raises:
         ValueError: naming every unusable value.
     """
+    if all_usable(values, reciprocal=reciprocal):
+        return
     judge = inverse_fault_of if reciprocal else fault_of
     bad = [
-        f"{label} = {value:g} ({fault})"
-        for label, value in zip(labels, stored.flatten().tolist(), strict=True)
+        f"{label(n)} = {value:g} ({fault})"
+        for n, value in enumerate(values)
         if (fault := judge(value))
     ]
-    if bad:
-        raise ValueError(
-            f"{name}: unusable global scales: {summarize(bad)}. Each must be a "
-            "finite positive number; re-export the checkpoint."
-        )
+    raise ValueError(
+        f"{name}: unusable global scales: {summarize(bad)}. Each must be a "
+        "finite positive number; re-export the checkpoint."
+    )
+
+
+def largest_byte(scales: Tensor) -> Tensor:
+    """uint8 scalar on the device. Scales with `may_hold_nan` of it need a second look.
+
+    One pass and no memory: a block scale that is no NaN and not negative is a byte
+    below 0x7F.
+    """
+    return scales.view(torch.uint8).amax()
+
+
+def may_hold_nan(largest: float) -> bool:
+    """Whether scales with this `largest_byte` hold a NaN, or a negative scale."""
+    return largest >= E4M3_NAN_BYTES[0]
 
 
 def check_block_scales(scales: Tensor, name: str, experts: Sequence[int]) -> None:
     """Refuse E4M3 block scales that hold NaN bytes (0x7F, 0xFF).
 
     Args:
-        scales: E4M3 [E, ...], in any kernel layout; scanned expert by expert.
+        scales: E4M3 [E, ...], in any kernel layout; scanned expert by expert, unless
+            they are found healthy as a whole.
         experts: logical id of each of the E slots, for the message.
 
     Raises:
         ValueError: naming tensor, experts and counts.
     """
-    nan = E4M3_NAN_BYTES[0]
+    nan, negative_nan = E4M3_NAN_BYTES
+    # as signed bytes 0x7F is the largest, as unsigned ones 0xFF
+    extremes = [scales.view(torch.int8).amax(), scales.view(torch.uint8).amax()]
+    (signed,), (unsigned,) = read_together(extremes)
+    if signed < nan and unsigned < negative_nan:
+        return
     counts = [(one.view(torch.uint8).bitwise_and(nan) == nan).sum() for one in scales]
     found = torch.stack(counts).tolist()
     bad = [
@@ -84,12 +133,11 @@ def check_block_scales(scales: Tensor, name: str, experts: Sequence[int]) -> Non
         for expert, n in zip(experts, found, strict=True)
         if n
     ]
-    if bad:
-        raise ValueError(
-            f"{name}: block scales are NaN (bytes 0x7F or 0xFF): {summarize(bad)}. "
-            "The exporter overflowed E4M3; `vllm-megamoe inspect` finds the "
-            "coordinates. Re-export with scales clamped to 448."
-        )
+    raise ValueError(
+        f"{name}: block scales are NaN (bytes 0x7F or 0xFF): {summarize(bad)}. "
+        "The exporter overflowed E4M3; `vllm-megamoe inspect` finds the "
+        "coordinates. Re-export with scales clamped to 448."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +152,8 @@ class InputScales:
     """Experts without a usable scale that take the maximum instead."""
 
 
-def read_input_scales(
-    stored: Tensor, name: str, *, reciprocal: bool, fill_missing: bool
+def judge_input_scales(
+    values: Sequence[float], name: str, *, reciprocal: bool, fill_missing: bool
 ) -> InputScales:
     """Judge the stored input scales of a layer and take their maximum.
 
@@ -115,24 +163,24 @@ def read_input_scales(
     from a broken export and is refused unless `fill_missing`.
 
     Args:
-        stored: fp32 [logical experts].
+        values: one per logical expert, as the checkpoint holds them.
         reciprocal: values are 1/scale.
         fill_missing: let unusable experts take the maximum instead of refusing.
 
     Raises:
         ValueError: naming every unusable value, or that none is usable.
     """
+    if all_usable(values, reciprocal=reciprocal):
+        return InputScales(maximum=_largest(values, reciprocal), dead=(), filled=())
     usable: list[float] = []
     dead: list[int] = []
     filled: list[int] = []
     bad: list[str] = []
     judge = inverse_fault_of if reciprocal else fault_of
-    for expert, value in enumerate(stored.tolist()):
+    for expert, value in enumerate(values):
         fault = judge(value)
         if fault is None:
-            # fp32 division, as a kernel would do it
-            scale = torch.tensor(value, dtype=torch.float32)
-            usable.append((1.0 / scale if reciprocal else scale).item())
+            usable.append(value)
         elif reciprocal and fault in ("zero", "infinite") and value >= 0:
             dead.append(expert)
         elif fill_missing and fault in ("zero", "NaN", "infinite"):
@@ -150,7 +198,17 @@ def read_input_scales(
             f"{name}: no expert has a usable input scale, so activations cannot be "
             "quantized. Run weight-only with VLLM_MEGAMOE_ACTIVATION=w4a16."
         )
-    return InputScales(maximum=max(usable), dead=tuple(dead), filled=tuple(filled))
+    return InputScales(
+        maximum=_largest(usable, reciprocal), dead=tuple(dead), filled=tuple(filled)
+    )
+
+
+def _largest(stored: Sequence[float], reciprocal: bool) -> float:
+    """The largest scale of usable stored values, as fp32 division gives it."""
+    if not reciprocal:
+        return max(stored)
+    # a double quotient rounded to fp32 is the fp32 quotient
+    return struct.unpack("f", struct.pack("f", 1.0 / min(stored)))[0]
 
 
 def check_l2_scale_tensor(scale: Tensor | None, device: torch.device) -> None:
@@ -184,5 +242,5 @@ def check_l2_scale_tensor(scale: Tensor | None, device: torch.device) -> None:
 
 
 def invert_into(out: Tensor, stored: Tensor) -> None:
-    """`out.copy_(1 / stored)`: the multiplier of a stored reciprocal, in place."""
-    out.copy_(stored.reciprocal())
+    """The multiplier of a stored reciprocal, `1 / stored`, into the bytes of `out`."""
+    torch.reciprocal(stored, out=out)
