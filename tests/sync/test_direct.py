@@ -2,7 +2,6 @@
 """An update equals a cold start, moves nothing, and a broken one does not serve."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +10,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_megamoe_plugin.sync.digest import compare, digest_all, registered_tensors
-from vllm_megamoe_plugin.sync.direct import DirectUpdate, expert_layers, run_or_abort
+from vllm_megamoe_plugin.sync.direct import (
+    DirectUpdate,
+    expert_layers,
+    load_checkpoint,
+    run_or_abort,
+)
 from vllm_megamoe_plugin.sync.manifest import BROKEN, REFUSED, Manifest, ManifestError
+from vllm_megamoe_plugin.sync.wire import cut_buckets
 
 from ..vllm_layer import TOP_K, E, H, build, checkpoint, vllm_process
 
 LAYERS = [f"model.layers.{i}.mlp.experts" for i in range(2)]
-CONFIG = SimpleNamespace(
-    dtype=torch.bfloat16, quantization=None, word_embeddings_untied_by_checkpoint=False
-)
+
+
+def model_config() -> Any:
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config().model_config
 
 
 class Model(nn.Module):
@@ -38,11 +46,13 @@ class Model(nn.Module):
         self.dense = ReplicatedLinear(H, H, bias=True, params_dtype=torch.bfloat16)
         self.norm = nn.LayerNorm(H, bias=False, dtype=torch.bfloat16)
 
-    def load_weights(self, weights: Any) -> None:
+    def load_weights(self, weights: Any) -> set[str]:
+        loaded = set()
         for name, tensor in weights:
             layer, _, rest = name.partition(".experts.")
             if rest:
-                runner = self.moe[LAYERS.index(f"{layer}.experts")]
+                # a draft has the last layers only
+                runner = self.moe[LAYERS.index(f"{layer}.experts") - len(LAYERS)]
                 list(runner.load_weights([(rest, tensor)]))
             else:
                 from vllm.model_executor.model_loader.weight_utils import (
@@ -51,6 +61,8 @@ class Model(nn.Module):
 
                 param = self.get_parameter(name)
                 getattr(param, "weight_loader", default_weight_loader)(param, tensor)
+                loaded.add(name)
+        return loaded
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -72,19 +84,25 @@ def process(tmp_path_factory: pytest.TempPathFactory):
         yield config
 
 
-def cold(seed: int) -> Model:
-    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
+def cold(source: int | dict[str, Tensor]) -> Model:
+    """A model as it starts, from the weights of a seed or from given ones."""
     model = Model()
-    record_metadata_for_reloading(model)
-    model.load_weights(weights(seed).items())
-    process_weights_after_loading(model, CONFIG, torch.device("cpu"))
+    warm(model, weights(source) if isinstance(source, int) else source)
     return model
 
 
+def warm(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Load a model for the first time."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    record_metadata_for_reloading(model)
+    model.load_weights(tensors.items())
+    process_weights_after_loading(model, model_config(), torch.device("cpu"))
+
+
 def snapshot(model: Model) -> dict[str, Any]:
-    from vllm_megamoe_plugin.sync.worker_extension import live_tensors, packed_weights
+    from vllm_megamoe_plugin.sync.live import live_tensors, packed_weights
 
     packed = digest_all(packed_weights(model), "packed")
     for entry in packed.values():
@@ -113,7 +131,9 @@ def serve(model: Model) -> list[Tensor]:
 
 def open_update(model: Model, new: dict[str, Tensor], **options: Any) -> DirectUpdate:
     expected = {s.name: s for s in Manifest.of(weights(0).items()).tensors}
-    return DirectUpdate(model, CONFIG, Manifest.of(new.items(), **options), expected)
+    return DirectUpdate(
+        model, model_config(), Manifest.of(new.items(), **options), expected
+    )
 
 
 def apply(model: Model, new: dict[str, Tensor], **options: Any) -> None:
@@ -141,6 +161,42 @@ def test_any_order_and_split_equals_a_cold_start(split: int) -> None:
     difference = compare(snapshot(reference), after)
     assert (difference.changed, difference.missing, difference.added) == ((), (), ())
     assert all(map(torch.equal, serve(model), serve(reference)))
+
+
+@pytest.mark.parametrize("size", [1, 500, 1 << 20])
+def test_buckets_equal_a_cold_start_each_time(size: int) -> None:
+    """Experts and others in one bucket, in an order that mixes them."""
+    model = cold(1)
+    for seed in (2, 3, 2):
+        new = list(weights(seed).items())
+        random.Random(1).shuffle(new)
+        update = open_update(model, dict(new))
+        for bucket in cut_buckets(update.manifest, size):
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            for (_, place), spec in zip(
+                bucket.views(buffer), bucket.tensors, strict=True
+            ):
+                place.copy_(dict(new)[spec.name])
+            update.load_bucket(bucket, buffer)
+            buffer.fill_(0x7F)  # the next bucket takes its place
+        update.finish()
+        reference = cold(seed)
+        difference = compare(snapshot(reference), snapshot(model))
+        assert (difference.changed, difference.missing) == ((), ())
+        assert all(map(torch.equal, serve(model), serve(reference)))
+
+
+def test_a_bucket_with_an_unknown_or_a_second_tensor_is_refused() -> None:
+    model, new = cold(1), weights(2)
+    update = open_update(model, new)
+    first, *_ = cut_buckets(update.manifest, 1 << 20)
+    buffer = torch.zeros(first.nbytes, dtype=torch.uint8)
+    update.load_bucket(first, buffer)
+    with pytest.raises(ValueError, match="came twice"):
+        update.load_bucket(first, buffer)
+    other, *_ = cut_buckets(Manifest.of([("extra", torch.ones(3))]), 1 << 20)
+    with pytest.raises(ValueError, match="extra is not in the manifest"):
+        update.load_bucket(other, buffer)
 
 
 def test_there_and_back_restores_every_byte() -> None:
@@ -177,7 +233,7 @@ def test_half_an_update_does_not_serve_and_a_full_one_repairs_it() -> None:
     message = rf"after \d+ of {len(new)} tensors: The trainer is gone\. {BROKEN}"
     with pytest.raises(RuntimeError, match=message):
         run_or_abort(update, half)
-    with pytest.raises(RuntimeError, match="the experts are incomplete"):
+    with pytest.raises(RuntimeError, match="experts are incomplete"):
         serve(model)
     assert not any(t.is_meta for t in registered_tensors(model).values())
     apply(model, weights(1))
@@ -185,12 +241,34 @@ def test_half_an_update_does_not_serve_and_a_full_one_repairs_it() -> None:
     serve(model)
 
 
-def test_opening_alone_stops_serving() -> None:
-    model = cold(1)
-    update = open_update(model, weights(2))
+def test_the_first_tensor_stops_serving() -> None:
+    model, new = cold(1), weights(2)
+    before = snapshot(model)
+    update = open_update(model, new)
+    assert refusing(model) == []
+    update.abort()
+    assert compare(before, snapshot(model)).identical
+    update = open_update(model, new)
+    update.load(list(new.items())[:1])
     assert refusing(model) == LAYERS
     update.abort()
     assert refusing(model) == LAYERS
+
+
+def test_a_layerwise_reload_left_half_way_is_replaced() -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    model = cold(1)
+    before = snapshot(model)
+    initialize_layerwise_reload(model)
+    model.load_weights(list(weights(3).items())[:-20])
+    with pytest.raises(ManifestError, match="a layerwise reload has not finished"):
+        open_update(model, part(2, LAYERS[0]), partial=True)
+    apply(model, weights(2))
+    after = snapshot(model)
+    assert compare(before, after).moved == ()
+    difference = compare(snapshot(cold(2)), after)
+    assert (difference.changed, difference.missing, difference.added) == ((), (), ())
 
 
 def test_finishing_early_names_what_never_came() -> None:
@@ -235,58 +313,177 @@ def test_tensors_that_break_the_manifest(change: Any, message: str) -> None:
     update.abort()
 
 
-def part(seed: int, layer: str) -> dict[str, Tensor]:
-    return {n: t for n, t in weights(seed).items() if n.startswith(layer)}
+def part(seed: int, *prefixes: str) -> dict[str, Tensor]:
+    return {n: t for n, t in weights(seed).items() if n.startswith(prefixes)}
 
 
-def test_a_partial_update_changes_its_layers_only() -> None:
-    model = cold(1)
+def mixed(new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model started from weights 1 holds after a partial update."""
+    return weights(1) | new
+
+
+PARTS = {
+    "a layer": (f"{LAYERS[1]}.",),
+    "two experts of two layers": (f"{LAYERS[0]}.2.", f"{LAYERS[1]}.0."),
+    "a module": ("dense.",),
+    "a module and an expert": ("norm.", f"{LAYERS[0]}.3."),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_partial_update_changes_its_units_only(name: str) -> None:
+    model, new = cold(1), part(2, *PARTS[name])
     before = snapshot(model)
-    apply(model, part(2, LAYERS[1]), partial=True)
-    changed = compare(before, snapshot(model)).changed
-    assert changed
-    assert all(".1." in name for name in changed)
-    first, second = serve(model)
-    assert torch.equal(first, serve(cold(1))[0])
-    assert torch.equal(second, serve(cold(2))[1])
+    apply(model, new, partial=True)
+    after = snapshot(model)
+    assert compare(before, after).moved == ()
+    reference = cold(mixed(new))
+    difference = compare(snapshot(reference), after)
+    assert (difference.changed, difference.missing, difference.added) == ((), (), ())
+    assert all(map(torch.equal, serve(model), serve(reference)))
+    assert compare(before, after).changed
+
+
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_the_l2_scale_of_a_partial_update_is_the_maximum_of_old_and_new(factor) -> None:
+    model, (layer, _) = cold(1), LAYERS
+    suffix = "down_proj.input_scale"
+    largest = max((weights(1)[f"{layer}.{e}.{suffix}"], e) for e in range(E))
+    other = (largest[1] + 1) % E
+    new = part(1, f"{layer}.{other}.")
+    new[f"{layer}.{other}.{suffix}"] = largest[0] * factor
+    apply(model, new, partial=True)
+    (scale,) = expert_layers(model)[0].module.l2_act_scale.tolist()
+    assert scale == (largest[0] * max(1.0, factor)).item()
+
+
+def test_a_partial_update_notices_what_it_did_not_declare_and_what_it_misses() -> None:
+    model, new = cold(1), part(2, f"{LAYERS[0]}.2.")
+    name = f"{LAYERS[0]}.2.up_proj.weight"
+    update = open_update(model, new, partial=True)
+    update.load(new.items())
+    undeclared = f"{LAYERS[0]}.1.up_proj.weight"
+    model.load_weights([(undeclared, weights(2)[undeclared])])
+    with pytest.raises(RuntimeError, match="more than once: w13_weight: expert 1 w3"):
+        run_or_abort(update, update.finish)
+    apply(model, weights(1))
+
+    without = {n: t for n, t in new.items() if n != name}
+    with pytest.raises(ManifestError, match=f"1 missing: {name}. A partial update"):
+        open_update(model, without, partial=True)
+    update = open_update(model, new, partial=True)
+    update.load(without.items())
+    update._waiting.clear()  # the ledger must see it too
+    with pytest.raises(
+        RuntimeError, match=r"1 expert tensors .* w13_weight: expert 2 w3"
+    ):
+        run_or_abort(update, update.finish)
 
 
 def test_a_partial_update_cannot_hide_a_broken_layer() -> None:
     model = cold(1)
-    open_update(model, part(2, LAYERS[0]), partial=True).abort()
-    with pytest.raises(ManifestError, match=rf"{LAYERS[0]} is incomplete .* full"):
-        open_update(model, part(2, LAYERS[1]), partial=True)
+    broken = open_update(model, part(2, LAYERS[0]), partial=True)
+    broken.load(part(2, f"{LAYERS[0]}.0.").items())
+    broken.abort()
+    message = rf"refused: {LAYERS[0]} is incomplete.* full update\. {REFUSED}"
+    for units in (LAYERS[1], f"{LAYERS[0]}.0.", "dense."):
+        with pytest.raises(ManifestError, match=message):
+            open_update(model, part(2, units), partial=True)
     apply(model, part(1, LAYERS[0]), partial=True)
     serve(model)
 
 
-def engine(model: str, download_dir: str | None = None) -> Any:
-    from vllm_megamoe_plugin.sync.transfer_engine import DirectEngine
-
-    found = DirectEngine.__new__(DirectEngine)
-    found.model_config = SimpleNamespace(model=model, revision=None)
-    load_config = SimpleNamespace(download_dir=download_dir)
-    found.vllm_config = SimpleNamespace(load_config=load_config)
-    return found
-
-
-def test_the_engine_finds_the_checkpoint_by_folder_and_by_name(tmp_path) -> None:
-    repo = tmp_path / "models--org--tiny"
-    folder = repo / "snapshots" / "abc"
-    folder.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc")
-    save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
-    assert list(engine(str(folder))._checkpoint_tensors()) == ["w"]
-    assert list(engine("org/tiny", str(tmp_path))._checkpoint_tensors()) == ["w"]
-    for absent in ("org/other", "/no/such/folder"):
-        with pytest.raises(ManifestError, match=f"{absent} is no safetensors"):
-            engine(absent, str(tmp_path))._checkpoint_tensors()
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ManifestError, match="holds no safetensors files"):
-        engine(str(folder))._checkpoint_tensors()
+@pytest.mark.parametrize("units", [("dense.", "norm."), ("dense.", *LAYERS)])
+def test_only_a_full_update_repairs_what_broke_outside_the_experts(units) -> None:
+    model = cold(1)
+    before = snapshot(model)
+    broken = open_update(model, part(2, *units), partial=True)
+    broken.load(part(2, "dense.weight").items())
+    broken.abort()
+    assert refusing(model) == LAYERS
+    with pytest.raises(ManifestError, match="is incomplete"):
+        open_update(model, part(1, *LAYERS), partial=True)
+    apply(model, weights(1))
+    assert compare(before, snapshot(model)).identical
 
 
-def test_an_update_before_init_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"init_weight_transfer_engine first\."):
-        engine("m").update_weights({"manifest": {}, "bucket_bytes": 1})
+def test_a_bare_load_leaves_more_than_its_layer_in_question() -> None:
+    model, name = cold(1), f"{LAYERS[0]}.1.up_proj.weight"
+    model.load_weights([(name, weights(2)[name])])
+    with pytest.raises(ManifestError, match=f"{LAYERS[0]} is incomplete"):
+        open_update(model, part(1, LAYERS[0]), partial=True)
+
+
+def corrupted(new: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    wrong = new[name].clone()
+    wrong.view(-1).view(torch.uint8)[-1] ^= 1
+    return new | {name: wrong}
+
+
+def test_declared_digests_are_checked_before_a_tensor_is_written() -> None:
+    model, new = cold(1), weights(2)
+    before, names = snapshot(model), list(new)
+    apply(model, new, digests=True)
+    apply(model, weights(1), digests=True)
+    assert compare(before, snapshot(model)).identical
+
+    update = open_update(model, new, digests=True)
+    wrong = corrupted(new, names[0])
+    message = f"before it wrote anything: {names[0]} has SHA-256 .* {REFUSED}"
+    with pytest.raises(RuntimeError, match=message):
+        run_or_abort(update, lambda: update.load(wrong.items()))
+    assert compare(before, snapshot(model)).identical
+    assert refusing(model) == []
+
+    update = open_update(model, new, digests=True)
+    wrong = corrupted(new, names[7])
+    message = f"after 7 of {len(new)} tensors: {names[7]} has SHA-256 .* {BROKEN}"
+    with pytest.raises(RuntimeError, match=message):
+        run_or_abort(update, lambda: update.load(wrong.items()))
+    assert refusing(model) == LAYERS
+
+
+class Draft(Model):
+    """An MTP draft: it has a part of its target's checkpoint, and skips the rest."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        mine = (f"{LAYERS[1]}.", "norm.")
+        return super().load_weights(w for w in weights if w[0].startswith(mine))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_draft_takes_what_it_knows_of_its_targets_checkpoint(partial: bool) -> None:
+    draft = Draft()
+    draft.moe = draft.moe[1:]
+    del draft.dense
+    assert [layer.prefix for layer in expert_layers(draft)] == [LAYERS[1]]
+    warm(draft, weights(1))
+    before = snapshot(draft)
+    new = part(2, LAYERS[1], "norm.") if partial else weights(2)
+    apply(draft, new, partial=partial)
+    after = snapshot(draft)
+    assert compare(before, after).moved == ()
+    assert all(map(torch.equal, serve(draft), serve(cold(2))[1:]))
+    assert torch.equal(draft.norm.weight, weights(2)["norm.weight"])
+    with pytest.raises(ManifestError, match="cannot tell which module"):
+        open_update(draft, part(2, LAYERS[0]), partial=True)
+
+
+def test_a_checkpoint_directory_is_applied_in_place(tmp_path) -> None:
+    model = cold(1)
+    before = snapshot(model)
+    save_file(weights(2), tmp_path / "model.safetensors")
+    expected = {s.name: s for s in Manifest.of(weights(0).items()).tensors}
+    loaded = load_checkpoint(model, model_config(), tmp_path, expected)
+    after = snapshot(model)
+    assert compare(before, after).moved == ()
+    difference = compare(snapshot(cold(2)), after)
+    assert (difference.changed, difference.missing, difference.added) == ((), (), ())
+    assert loaded == set(dict(model.named_parameters()))
+
+    save_file(part(1, LAYERS[0]), tmp_path / "model.safetensors")
+    with pytest.raises(ManifestError, match="missing"):
+        load_checkpoint(model, model_config(), tmp_path, expected)
+    assert compare(after, snapshot(model)).identical
+    loaded = load_checkpoint(model, model_config(), tmp_path, expected, partial=True)
+    assert {name.split(".w")[0] for name in loaded} == {"moe.0.routed_experts"}

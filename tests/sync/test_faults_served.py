@@ -3,22 +3,24 @@
 
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from rich.progress import Progress
 
 from vllm_megamoe_plugin.sync.digest import compare
-from vllm_megamoe_plugin.sync.manifest import BROKEN
-from vllm_megamoe_plugin.sync.sender import (
-    DirectSender,
-    Server,
-    ServerError,
-    checkpoint_weights,
-)
+from vllm_megamoe_plugin.sync.manifest import BROKEN, Manifest
+from vllm_megamoe_plugin.sync.sender import DirectSender, Server, ServerError
+from vllm_megamoe_plugin.sync.source import checkpoint_weights
 from vllm_megamoe_plugin.tools import demo
+from vllm_megamoe_plugin.tools.launch import free_port
 
 pytestmark = pytest.mark.serve
 
@@ -28,7 +30,8 @@ DYING = """
 import os, sys
 from pathlib import Path
 from vllm_megamoe_plugin.sync.manifest import Manifest
-from vllm_megamoe_plugin.sync.sender import DirectSender, checkpoint_weights
+from vllm_megamoe_plugin.sync.sender import DirectSender
+from vllm_megamoe_plugin.sync.source import checkpoint_weights
 
 weights = list(checkpoint_weights(Path(sys.argv[2])))
 
@@ -52,7 +55,7 @@ def model():
 def server(model):
     with (
         Progress(disable=True) as progress,
-        demo.serving(model, demo._free_port(), progress) as running,
+        demo.serving(model, free_port(), progress) as running,
     ):
         yield running
 
@@ -67,7 +70,7 @@ def digests(server: Server) -> dict:
 
 
 def _eventually(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -161,3 +164,112 @@ def test_an_update_that_was_never_streamed_can_be_abandoned(server, model) -> No
         sender.abandon()
         sender.send(list(checkpoint_weights(model)))
     assert answer(server) == before
+
+
+# --- other senders, other requests ---
+
+
+def silent(model):
+    """Weights whose every answer is the first token of the vocabulary, exactly."""
+    for name, tensor in checkpoint_weights(model):
+        yield name, torch.zeros_like(tensor) if name == "model.norm.weight" else tensor
+
+
+def test_a_second_sender_is_refused_and_the_first_one_is_unharmed(
+    server, model
+) -> None:
+    before, tensors = answer(server), digests(server)
+    new = list(silent(model))
+    half, go_on = threading.Event(), threading.Event()
+
+    def source():
+        for i, item in enumerate(new):
+            if i == len(new) // 2:
+                half.set()
+                assert go_on.wait(60)
+            yield item
+
+    with DirectSender(server.url) as first, DirectSender(server.url) as second:
+        with ThreadPoolExecutor(2) as pool:
+            sent = pool.submit(first.send, source(), Manifest.of(new))
+            assert half.wait(60)
+            late = pool.submit(second.send, list(checkpoint_weights(model)))
+            time.sleep(0.5)  # the second one's request reaches the busy worker
+            go_on.set()
+            assert sent.result(60).tensors == len(new)
+            # it came while the first one streamed, and was looked at right after
+            failure = late.exception(60)
+        if failure is not None:
+            assert "Another sender is at work" in str(failure)
+            assert answer(server) != before
+        # either way both may go on
+        second.send(list(checkpoint_weights(model)))
+        assert answer(server) == before
+        with pytest.raises(ServerError, match="another sender has connected since"):
+            first.send(new)
+        assert answer(server) == before
+        first.send(list(checkpoint_weights(model)))
+    assert answer(server) == before
+    assert compare(tensors, digests(server)).identical
+
+
+@dataclass
+class Load:
+    """Requests that follow each other in threads, and what became of them."""
+
+    server: Server
+    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        options = {"max_tokens": 60, "ignore_eos": True, "skip_special_tokens": False}
+        while not self.stop.is_set():
+            choice = demo.complete(self.server, PROMPT, **options)
+            self.seen[choice["text"], choice["finish_reason"]] += 1
+
+    def answers(self) -> set[str]:
+        return {text for (text, reason) in self.seen if reason == "length"}
+
+
+@contextmanager
+def under_load(server: Server, threads: int = 3) -> Iterator[Load]:
+    load = Load(server)
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(load.run) for _ in range(threads)]
+        try:
+            yield load
+        finally:
+            load.stop.set()
+        for thread in running:
+            thread.result(60)  # no request may have failed
+
+
+def _wait_for_answers(load: Load, count: int) -> None:
+    wanted = load.seen.total() + count
+    _eventually(lambda: load.seen.total() >= wanted)
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
+def test_an_update_under_load(server, model, pause: str) -> None:
+    weights = {"old": list(checkpoint_weights(model)), "new": list(silent(model))}
+    texts = {}
+    with DirectSender(server.url) as sender:
+        for name in ("new", "old"):
+            sender.send(weights[name])
+            with under_load(server) as load:
+                _wait_for_answers(load, 6)
+            (texts[name],) = load.answers()
+        assert texts["old"] != texts["new"]
+        with under_load(server) as load:
+            for _ in range(3):
+                for name in ("new", "old"):
+                    _wait_for_answers(load, 4)
+                    sender.send(weights[name], pause=pause)
+            _wait_for_answers(load, 4)
+    assert load.answers() >= set(texts.values())
+    reasons = {reason for _, reason in load.seen}
+    if pause == "keep":
+        assert reasons == {"length"}
+    else:
+        assert load.answers() == set(texts.values())
+        assert reasons <= {"length", "abort" if pause == "abort" else "length"}

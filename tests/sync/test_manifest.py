@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A manifest that does not fit is refused by name, before anything is written."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from vllm_megamoe_plugin.sync.manifest import (
     REFUSED,
     Manifest,
     ManifestError,
     TensorSpec,
-    expected_tensors,
-    expert_layer,
+    unit,
 )
 
 BF16, U8 = torch.bfloat16, torch.uint8
@@ -77,66 +76,57 @@ def test_any_order_is_accepted() -> None:
     Manifest(tuple(reversed(_expected().values()))).check(_expected())
 
 
-@pytest.mark.parametrize("group", ["layers.0.experts", "layers.1.experts", None])
-def test_partial_takes_whole_groups(group: str | None) -> None:
-    specs = [s for s in _expected().values() if expert_layer(s.name) == group]
-    Manifest(tuple(specs), partial=True).check(_expected())
+UNITS = {
+    "model.layers.3.mlp.experts.12.up_proj.weight": "model.layers.3.mlp.experts.12",
+    "model.layers.3.mlp.experts.gate_up_proj": "model.layers.3.mlp.experts",
+    "model.layers.3.self_attn.q_proj.weight": "model.layers.3",
+    "model.layers.3.mlp.shared_experts.up_proj.weight": "model.layers.3",
+    "visual.blocks.0.attn.qkv.bias": "visual.blocks.0",
+    "layers.0.norm.weight": "layers.0",
+    "model.embed_tokens.weight": "model.embed_tokens",
+    "lm_head.weight": "lm_head",
+    "norm": "",
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units(name: str) -> None:
+    assert unit(name) == UNITS[name]
+
+
+@pytest.mark.parametrize("group", ["layers.0.experts.2", "layers.1", "embed", "head"])
+def test_partial_takes_whole_units(group: str) -> None:
+    everything = {
+        spec.name: spec
+        for name in ("embed.weight", "head.weight", "head.bias")
+        for spec in [TensorSpec(name, (8, 4), BF16)]
+    }
+    for layer in range(2):
+        names = [f"layers.{layer}.experts.{e}.{p}_proj.weight" for e in range(6)
+                 for p in ("up", "down")]  # fmt: skip
+        names += [f"layers.{layer}.{x}.weight" for x in ("q_proj", "norm")]
+        everything |= {name: TensorSpec(name, (4, 2), U8) for name in names}
+    specs = [s for s in everything.values() if unit(s.name) == group]
+    assert specs
+    Manifest(tuple(specs), partial=True).check(everything)
     with pytest.raises(ManifestError, match="missing"):
-        Manifest(tuple(specs)).check(_expected())
-    with pytest.raises(ManifestError, match=f"1 missing: {re.escape(specs[0].name)}"):
-        Manifest(tuple(specs[1:]), partial=True).check(_expected())
+        Manifest(tuple(specs)).check(everything)
+    if len(specs) > 1:
+        missing = f"1 missing: {re.escape(specs[0].name)}. A partial update holds whole"
+        with pytest.raises(ManifestError, match=missing):
+            Manifest(tuple(specs[1:]), partial=True).check(everything)
+
+
+def test_digests_travel_and_cover_the_bytes() -> None:
+    tensor = torch.arange(12, dtype=torch.int16).view(3, 4)
+    weights = [("a", tensor), ("b", tensor.t())]
+    manifest = Manifest.of(weights, digests=True)
+    raw = [t.contiguous().numpy().tobytes() for _, t in weights]
+    assert manifest.sha256 == tuple(hashlib.sha256(r).hexdigest() for r in raw)
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    assert "sha256" not in Manifest.of(weights).to_json()
 
 
 def test_wire_form_round_trips_through_json() -> None:
     manifest = Manifest(tuple(_expected().values()), partial=True)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"names": None}, "three lists"),
-        ({"names": ["a", "b"]}, "2 names, 1 shapes and 1 dtypes"),
-        ({"names": [7]}, "must be text, got 7"),
-        ({"shapes": [[-1]]}, r"list of sizes, got \[-1\]"),
-        ({"shapes": [[True]]}, "list of sizes"),
-        ({"shapes": ["3"]}, "list of sizes"),
-        ({"dtypes": ["object"]}, "unknown dtype 'object'"),
-        ({"partial": "no"}, "partial must be true or false"),
-    ],
-)
-def test_malformed_wire_form_is_refused(change: dict, message: str) -> None:
-    good = {"names": ["a"], "shapes": [[2]], "dtypes": ["bfloat16"], "partial": False}
-    with pytest.raises(ManifestError, match=message):
-        Manifest.from_json(good | change)
-
-
-def test_expected_comes_from_headers(tmp_path) -> None:
-    weights = {
-        "a": torch.zeros(2, 3, dtype=BF16),
-        "b": torch.zeros((), dtype=torch.float32),
-        "c": torch.zeros(4, dtype=torch.float8_e4m3fn),
-    }
-    save_file({k: weights[k] for k in "ab"}, tmp_path / "x-1.safetensors")
-    save_file({"c": weights["c"]}, tmp_path / "x-2.safetensors")
-    expected = expected_tensors(tmp_path)
-    assert expected == {s.name: s for s in Manifest.of(weights.items()).tensors}
-
-    (tmp_path / "x-3.safetensors").write_bytes(b"no such header")
-    with pytest.raises(ValueError, match=r"x-3\.safetensors is not a safetensors file"):
-        expected_tensors(tmp_path)
-
-
-def test_index_decides_which_files_count(tmp_path) -> None:
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    save_file({"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    with pytest.raises(ValueError, match="of another file again: \\['a'\\]"):
-        expected_tensors(tmp_path)
-    index = {"weight_map": {"a": "model.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert list(expected_tensors(tmp_path)) == ["a"]
-
-
-def test_no_safetensors_is_an_error(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="no safetensors files"):
-        expected_tensors(tmp_path)

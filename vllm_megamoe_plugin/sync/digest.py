@@ -18,7 +18,12 @@ _CHUNK = 1 << 26
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and bytes in row-major order."""
-    h = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    return sha256(tensor, f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+
+
+def sha256(tensor: Tensor, prefix: bytes = b"") -> str:
+    """SHA-256 of a prefix, then a tensor's bytes in row-major order, as hex digits."""
+    h = hashlib.sha256(prefix)
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
         h.update(flat[start : start + _CHUNK].cpu().numpy().data)

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an update declares up front, and the check against what a model expects.
 
-The expected tensors are those of the checkpoint directory that the model was loaded
-from, read from the safetensors headers alone. A manifest that does not match them is
-refused by name before the first byte is written. Imports torch only.
+Wire form, one JSON object: `names`, `shapes`, `dtypes` (lists of equal length, in the
+order of sending), `partial` (default false), and `sha256`, absent or one digest per
+tensor. The expected tensors are those of the checkpoint that the model was loaded from
+(`source`). A manifest that does not match them is refused by name before the first
+byte is written; a partial one holds whole units (`unit`). Imports torch only.
 """
 
-import json
 import math
-import struct
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoint import parse_expert_name, parse_fused_name
+from .digest import sha256
 
 #: Ends every message of an update that was turned away before it wrote anything.
 REFUSED = "The old weights keep serving."
 #: Ends every message of an update that was not finished after it began to write.
 BROKEN = "The experts are incomplete and refuse to serve; send a full update."
-_SAFETENSORS_DTYPES = {
+#: Largest size, in elements or bytes, that a tensor can have anywhere.
+MAX_SIZE = 2**63 - 1
+SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -41,8 +44,11 @@ _SAFETENSORS_DTYPES = {
     "U64": torch.uint64,
     "F64": torch.float64,
 }
-_DTYPES = {str(d).removeprefix("torch."): d for d in _SAFETENSORS_DTYPES.values()}
+_DTYPES = {str(d).removeprefix("torch."): d for d in SAFETENSORS_DTYPES.values()}
 _NAMES_SHOWN = 10
+_KEYS = ("names", "shapes", "dtypes", "partial", "sha256")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUMBERED = re.compile(r"^(.*?\.)??\w+\.\d+(?=\.)")
 
 
 class ManifestError(ValueError):
@@ -71,16 +77,26 @@ class Manifest:
 
     tensors: tuple[TensorSpec, ...]
     partial: bool = False
-    """Whether tensors of the checkpoint may be absent: whole expert layers, and all
-    other tensors together."""
+    """Whether units of the checkpoint (see `unit`) may be absent."""
+    sha256: tuple[str, ...] | None = None
+    """Digest of each tensor's bytes, see `digest.sha256`; None when not declared."""
 
     @classmethod
     def of(
-        cls, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False
+        cls,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        partial: bool = False,
+        digests: bool = False,
     ) -> "Manifest":
-        """The manifest of tensors at hand."""
-        specs = (TensorSpec(n, tuple(t.shape), t.dtype) for n, t in weights)
-        return cls(tuple(specs), partial)
+        """The manifest of tensors at hand; with digests, all their bytes are read."""
+        specs: list[TensorSpec] = []
+        found: list[str] = []
+        for name, tensor in weights:
+            specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype))
+            if digests:
+                found.append(sha256(tensor))
+        return cls(tuple(specs), partial, tuple(found) if digests else None)
 
     @property
     def nbytes(self) -> int:
@@ -88,33 +104,52 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The wire form: JSON values only."""
-        return {
+        data: dict[str, Any] = {
             "names": [t.name for t in self.tensors],
             "shapes": [list(t.shape) for t in self.tensors],
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in self.tensors],
             "partial": self.partial,
         }
+        return data if self.sha256 is None else data | {"sha256": list(self.sha256)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
+    def from_json(cls, data: Any) -> "Manifest":
         """Read the wire form.
 
         Raises:
             ManifestError: not the wire form, or a dtype nobody knows.
         """
-        lists = [data.get(key) for key in ("names", "shapes", "dtypes")]
-        names, shapes, dtypes = lists
-        if not all(isinstance(x, list) for x in lists):
-            raise ManifestError(
-                "A manifest needs three lists: names, shapes, dtypes. " + REFUSED
+        if not isinstance(data, Mapping):
+            raise refused(f"a manifest is a JSON object, got {_short(data)}.")
+        if unknown := sorted(str(key) for key in data if key not in _KEYS):
+            raise refused(
+                f"the manifest has unknown keys {unknown}, known are {list(_KEYS)}."
             )
-        if not len(names) == len(shapes) == len(dtypes):
-            raise ManifestError(
-                f"The manifest lists {len(names)} names, {len(shapes)} shapes and "
-                f"{len(dtypes)} dtypes; it needs as many of each. {REFUSED}"
-            )
-        specs = tuple(map(_spec_of_json, names, shapes, dtypes))
-        return cls(specs, _bool(data.get("partial", False)))
+        columns = [
+            key for key in ("names", "shapes", "dtypes", "sha256") if key in data
+        ]
+        for key in ("names", "shapes", "dtypes"):
+            if key not in data:
+                raise refused(f"the manifest has no {key}; it needs a list of them.")
+        for key in columns:
+            if not isinstance(data[key], list):
+                raise refused(
+                    f"{key} of the manifest must be a list, got {_short(data[key])}."
+                )
+        if len({len(data[key]) for key in columns}) > 1:
+            counts = ", ".join(f"{len(data[key])} {key}" for key in columns)
+            raise refused(f"the manifest lists {counts}; it needs as many of each.")
+        partial = data.get("partial", False)
+        if not isinstance(partial, bool):
+            raise refused(f"partial must be true or false, got {_short(partial)}.")
+        specs = tuple(map(_spec_of_json, data["names"], data["shapes"], data["dtypes"]))
+        for spec, text in zip(specs, data.get("sha256", ()), strict=False):
+            if not (isinstance(text, str) and _SHA256.fullmatch(text)):
+                raise refused(
+                    f"{spec.name}: a SHA-256 is 64 lower-case hex digits, got "
+                    f"{_short(text)}."
+                )
+        return cls(specs, partial, tuple(data["sha256"]) if "sha256" in data else None)
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare with the checkpoint tensors a model expects.
@@ -125,10 +160,10 @@ class Manifest:
         """
         counts = Counter(t.name for t in self.tensors)
         known = [t for t in self.tensors if t.name in expected]
-        wanted = expected.keys()
+        wanted: Iterable[str] = expected
         if self.partial:
-            groups = {_group(t.name) for t in known}
-            wanted = [name for name in expected if _group(name) in groups]
+            begun = {unit(t.name) for t in known}
+            wanted = [name for name in expected if unit(name) in begun]
         problems = {
             "unknown": [n for n in counts if n not in expected],
             "duplicate": [f"{n} ({c} times)" for n, c in counts.items() if c > 1],
@@ -152,36 +187,45 @@ class Manifest:
         advice = ""
         if problems["missing"]:
             advice = (
-                " A partial update holds whole expert layers, and all other tensors "
-                "or none."
+                " A partial update holds whole units: an expert, a fused expert layer, "
+                "the other tensors of a numbered layer, or a module outside of them."
                 if self.partial
-                else " Declare partial=True to update some expert layers only."
+                else " Declare partial=True to update some layers or experts only."
             )
-        raise ManifestError(
-            f"Weight update refused: {'; '.join(found)}.{advice} {REFUSED}"
-        )
+        raise refused(f"{'; '.join(found)}.{advice}")
+
+
+def refused(problem: str) -> ManifestError:
+    """The error for an update that is turned away before it wrote anything."""
+    return ManifestError(f"Weight update refused: {problem} {REFUSED}")
+
+
+def _short(value: Any) -> str:
+    """A wrong value for a message, cut where it gets long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _spec_of_json(name: Any, shape: Any, dtype: Any) -> TensorSpec:
     if not isinstance(name, str):
-        raise ManifestError(f"A tensor name must be text, got {name!r}. {REFUSED}")
-    sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        raise refused(f"a tensor name must be text, got {_short(name)}.")
+    sizes = isinstance(shape, list) and all(
+        type(n) is int and 0 <= n <= MAX_SIZE for n in shape
+    )
     if not sizes:
-        raise ManifestError(
-            f"{name}: a shape is a list of sizes, got {shape!r}. {REFUSED}"
+        raise refused(
+            f"{name:.80}: a shape is a list of whole numbers from 0 to 2^63 - 1, "
+            f"got {_short(shape)}."
         )
-    if dtype not in _DTYPES:
-        raise ManifestError(
-            f"{name}: unknown dtype {dtype!r}, use one of {', '.join(_DTYPES)}. "
-            + REFUSED
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise refused(
+            f"{name:.80}: unknown dtype {_short(dtype)}, use one of "
+            f"{', '.join(_DTYPES)}."
         )
-    return TensorSpec(name, tuple(shape), _DTYPES[dtype])
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ManifestError(f"partial must be true or false, got {value!r}. {REFUSED}")
-    return value
+    spec = TensorSpec(name, tuple(shape), _DTYPES[dtype])
+    if spec.nbytes > MAX_SIZE:
+        raise refused(f"{name:.80}: {spec} has more than 2^63 - 1 bytes.")
+    return spec
 
 
 def expert_layer(name: str) -> str | None:
@@ -193,69 +237,23 @@ def expert_layer(name: str) -> str | None:
     return None
 
 
-def _group(name: str) -> str:
-    return expert_layer(name) or ""
+def unit(name: str) -> str:
+    """The smallest part of a checkpoint that a partial update may hold by itself.
+
+    One expert of one layer; a layer of fused expert tensors; everything else of one
+    numbered layer (`model.layers.3`); any other module. Modules are not split further,
+    since a live one may fuse several tensors (q, k, v) and is renewed as a whole.
+    """
+    if (one := parse_expert_name(name)) is not None:
+        return f"{one.layer}.{one.expert}"
+    if (layer := expert_layer(name)) is not None:
+        return layer
+    if (numbered := _NUMBERED.match(name)) is not None:
+        return numbered[0]
+    return name.rpartition(".")[0]
 
 
 def _describe(kind: str, items: Sequence[str]) -> str:
     shown = ", ".join(items[:_NAMES_SHOWN])
     more = len(items) - _NAMES_SHOWN
     return f"{len(items)} {kind}: {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def read_header(file: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of a safetensors file, without its data.
-
-    Raises:
-        ValueError: not a safetensors file, or a dtype nobody knows.
-    """
-    with file.open("rb") as f:
-        prefix = f.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 0 < size <= file.stat().st_size - 8:
-            raise ValueError(f"{file} is not a safetensors file.")
-        header = json.loads(f.read(size))
-    specs = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ValueError(f"{file}: {name} has unknown dtype {entry['dtype']}.")
-        specs[name] = TensorSpec(name, tuple(entry["shape"]), dtype)
-    return specs
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those of its index if it has one.
-
-    Raises:
-        FileNotFoundError: the directory holds none.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [directory / name for name in sorted(names)]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{directory} holds no safetensors files, so there is nothing to check a "
-            "weight update against. Serve from a local safetensors checkpoint."
-        )
-    return files
-
-
-def expected_tensors(directory: Path) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint directory, by name.
-
-    Raises:
-        FileNotFoundError: no safetensors files.
-        ValueError: a tensor occurs in two files.
-    """
-    expected: dict[str, TensorSpec] = {}
-    for file in checkpoint_files(directory):
-        specs = read_header(file)
-        if twice := expected.keys() & specs.keys():
-            raise ValueError(f"{file}: tensors of another file again: {sorted(twice)}.")
-        expected |= specs
-    return expected

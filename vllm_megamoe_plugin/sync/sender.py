@@ -8,7 +8,9 @@ Imports torch only. The server runs with VLLM_SERVER_DEV_MODE=1 and
 `--weight-transfer-config '{"backend": "megamoe_direct"}'`.
 """
 
+import http.client
 import json
+import secrets
 import threading
 import time
 import urllib.error
@@ -16,19 +18,19 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from .manifest import REFUSED, Manifest, checkpoint_files
+from .manifest import REFUSED, Manifest
 from .wire import DEFAULT_BUCKET_BYTES, Channel, host_store
 
+#: How long a server may take to say why its update failed.
+_ACCOUNT_S = 10.0
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -60,17 +62,44 @@ class Server:
         """JSON answer of a GET, None when empty."""
         return self._call("GET", path, None)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """JSON answer of a POST, None when empty."""
-        return self._call("POST", path, json.dumps(body or {}).encode())
+        return self._call("POST", path, json.dumps(body or {}).encode(), headers)
 
-    def rpc(self, method: str) -> list[Any]:
-        """What a worker extension's method returns on each rank."""
-        return self.post("/collective_rpc", {"method": method})["results"]
+    def pause(self, mode: str) -> bool:
+        """Pause a server, see `DirectSender.send` for the modes; whether it ran.
 
-    def _call(self, verb: str, path: str, body: bytes | None) -> Any:
+        One whose update broke off is paused already. Under data parallelism vLLM runs a
+        dummy batch to pause, and an engine with incomplete weights would end at that.
+        """
+        if self.get("/is_paused")["is_paused"]:
+            return False
+        query = urllib.parse.urlencode({"mode": mode})
+        self.post(f"/pause?{query}")
+        return True
+
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """What a worker extension's method returns on each rank of every replica."""
+        body = {"method": method, "kwargs": arguments}
+        return self.post("/megamoe/ranks", body)["results"]
+
+    def _call(
+        self,
+        verb: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         request = urllib.request.Request(
-            self.url + path, data=body, headers=self._headers, method=verb
+            self.url + path,
+            data=body,
+            headers={**self._headers, **(headers or {})},
+            method=verb,
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
@@ -82,6 +111,13 @@ class Server:
             raise ServerError(f"{verb} {path}: {e.code}: {what}") from e
         except urllib.error.URLError as e:
             raise ConnectionError(f"{verb} {self.url}{path}: {e.reason}") from e
+        except TimeoutError as e:
+            raise TimeoutError(
+                f"{verb} {self.url}{path}: no answer within {self.timeout_s:g} s."
+            ) from e
+        except (OSError, http.client.HTTPException) as e:
+            # the server went away while it answered
+            raise ConnectionError(f"{verb} {self.url}{path}: {e}") from e
         return json.loads(text) if text else None
 
 
@@ -127,6 +163,7 @@ class DirectSender:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
+        self._session = ""
 
     def __enter__(self) -> "DirectSender":
         return self
@@ -141,7 +178,9 @@ class DirectSender:
         answer = self.server.get("/get_world_size?include_dp=true")
         size = answer["world_size"] + 1
         store, port = host_store(self._address, self._timeout_s)
+        self._session = secrets.token_hex(8)
         info = {
+            "session": self._session,
             "address": self._address,
             "port": port,
             "world_size": size,
@@ -154,7 +193,8 @@ class DirectSender:
             )
         )
         ready = [f"ready/{rank}" for rank in range(1, size)]
-        self._await(lambda: store.check(ready), call, "the workers to join")
+        with _naming_the_other_sender():
+            self._await(lambda: store.check(ready), call, "the workers to join")
         self._channel = Channel(store, 0, size, self._device, self._timeout_s)
         call.result(self._timeout_s)
 
@@ -170,6 +210,8 @@ class DirectSender:
         manifest: Manifest | None = None,
         *,
         partial: bool = False,
+        digests: bool = False,
+        draft: bool = False,
         pause: str = "wait",
     ) -> SendReport:
         """Pause the server, replace its weights, resume it.
@@ -178,7 +220,10 @@ class DirectSender:
             weights: (checkpoint name, tensor). A list or a mapping's items, unless
                 `manifest` is given: then any iterable, read once, in its order.
             manifest: what `weights` will yield.
-            partial: the update leaves out some expert layers.
+            partial: the update holds some layers, experts or modules only.
+            digests: declare the SHA-256 of every tensor, which every rank then checks
+                before it writes the tensor. Costs a pass over all bytes on each side.
+            draft: the update is the speculative draft model's, not the target's.
             pause: what happens to running requests: `wait` lets them finish, `abort`
                 ends them, `keep` continues them on the new weights.
 
@@ -190,18 +235,18 @@ class DirectSender:
         """
         if manifest is None:
             weights = weights if isinstance(weights, Sequence) else list(weights)
-            manifest = Manifest.of(weights, partial=partial)
+            manifest = Manifest.of(weights, partial=partial, digests=digests)
         began = time.monotonic()
         self.connect()
-        query = urllib.parse.urlencode({"mode": pause})
-        self.server.post(f"/pause?{query}")
+        ran = self.server.pause(pause)
         try:
-            self._start()
+            with _naming_the_other_sender():
+                self.server.post(f"/start_{'draft_' if draft else ''}weight_update")
             self._stream(manifest, weights)
             self.server.post("/finish_weight_update")
             self.server.post("/reset_prefix_cache")
-        except ServerError as e:
-            if REFUSED in str(e):
+        except Exception as e:
+            if ran and REFUSED in "".join([str(e), *getattr(e, "__notes__", ())]):
                 self.server.post("/resume")
             raise
         self.server.post("/resume")
@@ -215,20 +260,14 @@ class DirectSender:
         """End an update that another sender started and never streamed."""
         self.server.post("/finish_weight_update")
 
-    def _start(self) -> None:
-        try:
-            self.server.post("/start_weight_update")
-        except ServerError as e:
-            if "already active" not in str(e):
-                raise
-            raise ServerError(
-                f"{e} Another sender is at work; if it is gone, call abandon() first."
-            ) from e
-
     def _stream(self, manifest: Manifest, weights: Weights) -> None:
         channel = self._channel
         assert channel is not None
-        info = {"manifest": manifest.to_json(), "bucket_bytes": self._bucket_bytes}
+        info = {
+            "manifest": manifest.to_json(),
+            "bucket_bytes": self._bucket_bytes,
+            "session": self._session,
+        }
         call = _in_background(
             lambda: self.server.post("/update_weights", {"update_info": info})
         )
@@ -242,19 +281,12 @@ class DirectSender:
                 channel.send(manifest, weights, self._bucket_bytes, watch)
                 channel.vote(True, watch)
         except BaseException as e:
-            self._after_failure(e, call)
+            # ranks may be at different points of the protocol now
+            self.close()
+            if not isinstance(e, ServerError):
+                _add_account(e, call)
             raise
         call.result(self._timeout_s)
-
-    def _after_failure(self, cause: BaseException, call: Future) -> None:
-        """Drop the group, and prefer the server's account of a broken connection."""
-        refused = isinstance(cause, ServerError) and REFUSED in str(cause)
-        if refused:
-            return
-        self.close()
-        if isinstance(cause, RuntimeError) and not isinstance(cause, ServerError):
-            with suppress(TimeoutError, ConnectionError):
-                call.result(10.0)
 
     def _await(self, ready: Callable[[], bool], call: Future, what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -264,6 +296,34 @@ class DirectSender:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"Waited {self._timeout_s:g} s for {what}.")
             time.sleep(0.005)
+
+
+@contextmanager
+def _naming_the_other_sender() -> Iterator[None]:
+    try:
+        yield
+    except ServerError as e:
+        if "already active" not in str(e):
+            raise
+        raise ServerError(
+            f"{e} Another sender is at work; if it is gone, call abandon() first."
+        ) from e
+
+
+def _add_account(failure: BaseException, call: Future) -> None:
+    """Add what the server says to a failure on this side.
+
+    Raises:
+        ServerError: instead of a broken connection, of which the server knows more.
+    """
+    try:
+        account = call.exception(_ACCOUNT_S)
+    except TimeoutError:
+        return
+    if isinstance(account, ServerError):
+        if isinstance(failure, RuntimeError):
+            raise account from failure
+        failure.add_note(str(account))
 
 
 def _in_background(call: Callable[[], Any]) -> Future:
@@ -278,11 +338,3 @@ def _in_background(call: Callable[[], Any]) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def checkpoint_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint directory, one at a time, in file order."""
-    for file in checkpoint_files(directory):
-        with safe_open(file, framework="pt") as f:
-            for name in f.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, f.get_tensor(name)

@@ -6,21 +6,19 @@ the manifest; `start_weight_update` and `finish_weight_update` have nothing to d
 That way vLLM ends its update session by itself when something goes wrong.
 """
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from .direct import DirectUpdate, check, expert_layers, run_or_abort
-from .manifest import REFUSED, Manifest, ManifestError, TensorSpec, expected_tensors
+from .direct import DirectUpdate, run_or_abort
+from .manifest import MAX_SIZE, REFUSED, Manifest, TensorSpec, refused
+from .source import served_tensors
 from .wire import Channel, join_store
 
 
@@ -32,6 +30,8 @@ class DirectInitInfo(WeightTransferInitInfo):
     port: int
     world_size: int
     """The trainer and all workers of all data-parallel replicas."""
+    session: str
+    """Any text of the trainer's own, which its updates repeat."""
     timeout_s: float = 120.0
     device_type: str = "cpu"
     """Where buckets live: `cpu` (gloo, any worker) or the workers' own (NCCL)."""
@@ -39,24 +39,73 @@ class DirectInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
-    """What the trainer is about to stream."""
+    """What the trainer is about to stream, as it came over HTTP.
 
-    manifest: dict[str, Any] = field(default_factory=dict)
-    bucket_bytes: int = 0
+    An object with `manifest` (see `manifest.Manifest.to_json`), `bucket_bytes` and
+    `session`. It is judged when all ranks vote, so that a malformed one stops all.
+    """
+
+    received: Any
+
+    @property
+    def session(self) -> Any:
+        """What connection it belongs to; None where it does not say."""
+        is_object = isinstance(self.received, dict)
+        return self.received.get("session") if is_object else None
+
+    def read(self) -> tuple[Manifest, int]:
+        """The manifest and the size of a bucket.
+
+        Raises:
+            ManifestError: malformed.
+        """
+        keys = {"manifest", "bucket_bytes", "session"}
+        info = self.received
+        if not isinstance(info, dict) or info.keys() != keys:
+            got = sorted(map(str, info)) if isinstance(info, dict) else repr(info)
+            raise refused(
+                f"update_info must hold {', '.join(sorted(keys))}, got {got}."
+            )
+        size = info["bucket_bytes"]
+        if type(size) is not int or not 0 < size <= MAX_SIZE:
+            raise refused(
+                f"bucket_bytes must be a whole number from 1 to 2^63 - 1, got {size!r}."
+            )
+        return Manifest.from_json(info["manifest"]), size
 
 
 class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
-    """Receives updates into live parameters."""
+    """Receives updates into live parameters.
+
+    An update of a draft model (`start_draft_weight_update`) is checked against the
+    checkpoint the draft was loaded from. An MTP draft has the target's: its update
+    holds that checkpoint whole, or as a partial one the units of the draft's layers;
+    the draft takes what it knows and leaves the rest.
+    """
 
     init_info_cls = DirectInitInfo
     update_info_cls = DirectUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
-    _channel: Channel | None = None
-    _expected: dict[str, TensorSpec] | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._channel: Channel | None = None
+        self._session = ""
+        self._updating = False
+        self._expected: dict[str, dict[str, TensorSpec]] = {}
+        """By model directory or name; a draft has another than its target."""
 
     def init_transfer_engine(self, init_info: DirectInitInfo) -> None:
-        """Join the trainer's group, leaving an earlier one."""
+        """Join the trainer's group, leaving an earlier one.
+
+        Raises:
+            RuntimeError: a weight update is already active.
+            ValueError: buckets on a device that the workers do not have.
+        """
+        if self._updating:
+            raise RuntimeError(
+                "A weight update is already active; its sender keeps its connection."
+            )
         self.shutdown()
         on_cpu = init_info.device_type == "cpu"
         device = torch.device("cpu") if on_cpu else self.device
@@ -73,14 +122,25 @@ class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
         self._channel = Channel(
             store, rank, init_info.world_size, device, init_info.timeout_s
         )
+        self._session = init_info.session
 
     def start_weight_update(self) -> None:
-        """Nothing is known of the update yet."""
+        """From here on no other sender may connect."""
+        self._updating = True
 
     def finish_weight_update(self) -> None:
         """`update_weights` has committed, or there was nothing to commit."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def reset_weight_update_target(self) -> None:
+        """The session is over, well or badly."""
+        super().reset_weight_update_target()
+        self._updating = False
+
+    def parse_update_info(self, update_dict: Any) -> DirectUpdateInfo:
+        """Take anything: a rank that stopped here would leave the others voting."""
+        return DirectUpdateInfo(update_dict)
+
+    def update_weights(self, update_info: Any) -> None:
         """Receive one whole update.
 
         Raises:
@@ -99,14 +159,22 @@ class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
                 "No trainer is connected; call init_weight_transfer_engine first. "
                 + REFUSED
             )
-        manifest = self._agree(channel, update_info)
-        expected = self._expected
-        assert expected is not None
-        update = DirectUpdate(self.model, self.model_config, manifest, expected)
+        if update_info.session not in (None, self._session):
+            # all ranks know that, and this trainer is not in the group to vote
+            raise refused("another sender has connected since; connect again.")
+        update, bucket_bytes = self._agree(channel, update_info)
 
         def stream() -> None:
-            for bucket in channel.receive(manifest, update_info.bucket_bytes):
-                update.load(bucket)
+            if channel.size > 2:
+                # another worker may write what makes this one stop
+                update.open()
+            try:
+                for bucket, buffer in channel.receive(update.manifest, bucket_bytes):
+                    update.load_bucket(bucket, buffer)
+            except BaseException:
+                # peers that still wait for this rank's part get an error at once
+                self.shutdown()
+                raise
 
         def commit() -> None:
             committed = False
@@ -114,16 +182,11 @@ class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
                 update.finish()
                 committed = True
             finally:
-                all_committed = channel.vote(committed)
-            if not all_committed:
+                everyone = self._vote(channel, committed)
+            if not everyone:
                 raise RuntimeError("Another rank could not commit the update.")
 
-        try:
-            run_or_abort(update, stream)
-        except BaseException:
-            # peers that still wait for this rank's part get an error at once
-            self.shutdown()
-            raise
+        run_or_abort(update, stream)
         run_or_abort(update, commit)
 
     def shutdown(self) -> None:
@@ -132,54 +195,43 @@ class DirectEngine(WeightTransferEngine[DirectInitInfo, DirectUpdateInfo]):
             self._channel.close()
             self._channel = None
 
-    def _agree(self, channel: Channel, info: DirectUpdateInfo) -> Manifest:
-        """The manifest, once every rank has found it good.
+    def _agree(
+        self, channel: Channel, info: DirectUpdateInfo
+    ) -> tuple[DirectUpdate, int]:
+        """The update and its bucket size, once every rank has found it good.
 
         Raises:
             ManifestError: this or another rank refuses it.
         """
         accepted = False
         try:
-            if info.bucket_bytes <= 0:
-                raise ManifestError(
-                    f"bucket_bytes must be positive, got {info.bucket_bytes}. {REFUSED}"
-                )
-            manifest = Manifest.from_json(info.manifest)
-            if self._expected is None:
-                self._expected = self._checkpoint_tensors()
-            check(manifest, self._expected, expert_layers(self.model))
+            manifest, bucket_bytes = info.read()
+            update = DirectUpdate(
+                self.model, self.model_config, manifest, self._expected_tensors()
+            )
             accepted = True
         finally:
-            everyone = self._vote(channel, accepted)
+            try:
+                everyone = self._vote(channel, accepted)
+            except RuntimeError as e:
+                raise RuntimeError(
+                    f"The trainer or a worker left before the update began: {e} "
+                    + REFUSED
+                ) from e
         if not everyone:
-            raise ManifestError(f"Another rank refused the weight update. {REFUSED}")
-        return manifest
+            raise refused("another rank refused it.")
+        return update, bucket_bytes
 
-    def _vote(self, channel: Channel, accepted: bool) -> bool:
+    def _vote(self, channel: Channel, ok: bool) -> bool:
         try:
-            return channel.vote(accepted)
-        except RuntimeError as e:
+            return channel.vote(ok)
+        except BaseException:
             self.shutdown()
-            raise RuntimeError(
-                f"The trainer or a worker left before the update began: {e} {REFUSED}"
-            ) from e
+            raise
 
-    def _checkpoint_tensors(self) -> dict[str, TensorSpec]:
-        directory = Path(self.model_config.model)
-        try:
-            if not directory.is_dir():
-                # a Hugging Face name: what the model was loaded from is in the cache
-                directory = Path(
-                    snapshot_download(
-                        self.model_config.model,
-                        revision=self.model_config.revision,
-                        cache_dir=self.vllm_config.load_config.download_dir,
-                        local_files_only=True,
-                    )
-                )
-            return expected_tensors(directory)
-        except (FileNotFoundError, HFValidationError) as e:
-            raise ManifestError(
-                f"{self.model_config.model} is no safetensors checkpoint on this host, "
-                f"so there is nothing to check an update against: {e} {REFUSED}"
-            ) from e
+    def _expected_tensors(self) -> dict[str, TensorSpec]:
+        model = self.model_config.model
+        if model not in self._expected:
+            download_dir = self.vllm_config.load_config.download_dir
+            self._expected[model] = served_tensors(self.model_config, download_dir)
+        return self._expected[model]

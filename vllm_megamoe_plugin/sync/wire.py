@@ -9,16 +9,18 @@ Tensors travel in manifest order; both sides cut the same buckets from the manif
 Nothing is pickled. Imports torch only.
 """
 
-import ipaddress
+import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ReduceOp, Store, TCPStore
+from torch.distributed import AllreduceOptions, ReduceOp, TCPStore
 
 from .manifest import Manifest, TensorSpec
 
@@ -26,6 +28,7 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 #: Tensors start at multiples of this, so that a view of any dtype is aligned.
 _ALIGN = 16
 _GO, _ABORT = 1, -1
+_ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class StreamAborted(RuntimeError):
@@ -39,6 +42,20 @@ class Bucket:
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     nbytes: int
+
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """Its tensors, sharing the memory of its flat uint8 buffer."""
+        return [
+            (s.name, buffer[i : i + s.nbytes].view(s.dtype).view(s.shape))
+            for s, i in zip(self.tensors, self.offsets, strict=True)
+        ]
+
+    def only(self, names: Container[str]) -> "Bucket":
+        """The same memory, with some of its tensors."""
+        both = zip(self.tensors, self.offsets, strict=True)
+        kept = [(s, i) for s, i in both if s.name in names]
+        specs, offsets = zip(*kept, strict=True) if kept else ((), ())
+        return Bucket(tuple(specs), tuple(offsets), self.nbytes)
 
 
 def cut_buckets(manifest: Manifest, bucket_bytes: int) -> Iterator[Bucket]:
@@ -67,7 +84,12 @@ class Channel:
     """A process group of the trainer (rank 0) and every worker."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float
+        self,
+        store: TCPStore,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
         """Join; returns when all `size` ranks have.
 
@@ -76,6 +98,9 @@ class Channel:
             device: where buckets live; decides the transport.
             timeout_s: longest wait for any single collective.
         """
+        self.size = size
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         self.device = device
         self.timeout_s = timeout_s
         self._group = _make_group(store, rank, size, device, timeout_s)
@@ -85,7 +110,7 @@ class Channel:
     def vote(self, ok: bool, watch: Callable[[], None] | None = None) -> bool:
         """Whether all ranks say `ok`."""
         ballot = torch.tensor([int(ok)], dtype=torch.int32, device=self.device)
-        options = AllreduceOptions()
+        options: Any = AllreduceOptions()
         options.reduceOp = ReduceOp.MIN
         self._wait(self._group.allreduce([ballot], options), watch)
         return bool(ballot.item())
@@ -125,8 +150,10 @@ class Channel:
 
     def receive(
         self, manifest: Manifest, bucket_bytes: int
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        """The tensors of each bucket as views of a buffer that the next one reuses.
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with the buffer that holds it and that the next one reuses.
+
+        On a GPU it must be read on the current stream, which the next bucket follows.
 
         Raises:
             StreamAborted: the trainer gave up.
@@ -135,10 +162,7 @@ class Channel:
             self._expect_go()
             buffer = self._take(bucket.nbytes)
             self._broadcast(buffer, bucket_bytes)
-            yield [
-                (s.name, buffer[i : i + s.nbytes].view(s.dtype).view(s.shape))
-                for s, i in zip(bucket.tensors, bucket.offsets, strict=True)
-            ]
+            yield bucket, buffer
         self._expect_go()
 
     def close(self) -> None:
@@ -173,6 +197,14 @@ class Channel:
     def _wait(
         self, work: torch.distributed.Work, watch: Callable[[], None] | None
     ) -> None:
+        """Wait for a collective.
+
+        gloo tells by itself that a peer is gone, so a worker may sleep in it. NCCL
+        waits for a dead peer forever: there every rank looks out, at the clock and
+        for the trainer's store.
+        """
+        if watch is None and self.device.type != "cpu":
+            watch = self._check_trainer
         deadline = time.monotonic() + self.timeout_s
         pause = 1e-5
         while watch is not None and not work.is_completed():
@@ -181,7 +213,12 @@ class Channel:
                 raise TimeoutError(f"No answer of a peer in {self.timeout_s:g} s.")
             time.sleep(pause)
             pause = min(2 * pause, 1e-2)
+        # under NCCL this orders the current stream behind the collective
         work.wait()
+
+    def _check_trainer(self) -> None:
+        """Raise if the store is gone, and so the trainer that hosts it."""
+        self._store.check(["trainer"])
 
 
 def _next_of(source: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
@@ -197,19 +234,23 @@ def _next_of(source: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
     return tensor
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an IP address or `localhost` never leaves this host."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+def local_address(host: str, port: int) -> str:
+    """The address of this host from which `host` is reached; nothing is sent.
+
+    Raises:
+        OSError: `host` has no address, or no route leads there.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, remote = found[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(remote)
+        return probe.getsockname()[0]
 
 
 def host_store(address: str, timeout_s: float) -> tuple[TCPStore, int]:
     """A rendezvous store that listens on `address` alone, and its port."""
-    listener = socket.create_server((address, 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(
         address,
@@ -229,26 +270,37 @@ def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def _make_group(
-    store: Store, rank: int, size: int, device: torch.device, timeout_s: float
-) -> torch.distributed.ProcessGroup:
-    timeout = timedelta(seconds=timeout_s)
+    store: TCPStore, rank: int, size: int, device: torch.device, timeout_s: float
+) -> Any:
+    """A gloo or NCCL group beside whatever groups the process has."""
     if device.type == "cpu":
-        from torch.distributed import ProcessGroupGloo
-
-        options = ProcessGroupGloo._Options()
-        options._timeout = timeout
-        host = store.host if isinstance(store, TCPStore) else ""
-        local = ProcessGroupGloo.create_device(hostname=host)
-        # a hostname is resolved to the interface to listen on; a remote trainer's
-        # address is not one of ours, so then torch chooses
-        remote = not is_loopback(host)
-        options._devices = [
-            ProcessGroupGloo.create_default_device() if remote else local
-        ]
-        return ProcessGroupGloo(store, rank, size, options)
+        gloo: Any = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # torch would take the interface of this host's name, which need not be the
+        # one that leads to the trainer
+        local = local_address(store.host, store.port)
+        options._devices = [gloo.create_device(hostname=local)]
+        return gloo(store, rank, size, options)
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    torch.accelerator.set_device_index(device.index or 0)
-    return ProcessGroupNCCL(store, rank, size, options)
+    # `Channel` watches the clock and aborts; torch's watchdog would end the process,
+    # and a trainer that dies must not take a server with it
+    options._timeout = timedelta(seconds=10 * timeout_s)
+    with _environment(_ON_NCCL_ERROR, "0"):
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable that torch reads while it makes a group."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
