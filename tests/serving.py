@@ -84,6 +84,16 @@ def _wait(server: Server, process: subprocess.Popen[Any], timeout: float) -> Non
     raise AssertionError(f"the server is not up (exit {process.poll()}):\n{tail}")
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs, as opposed to being gone or a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # an orphan that nobody reaps stays as a zombie in a container
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
 def problems(count: int) -> list[tuple[str, str]]:
     """(0-shot prompt, right answer) of the first held-out problems."""
     lines = (ARITH / "problems.jsonl").read_text().splitlines()[:count]

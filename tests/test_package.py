@@ -78,7 +78,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     factory, patches = _Factory(), []
     module = SimpleNamespace(WeightTransferEngineFactory=factory)
     monkeypatch.setattr(compat, "apply_patches", lambda **k: patches.append(k))
-    monkeypatch.setattr(compat, "on_import", lambda name, hook, *a, **k: hook(module))
+
+    def on_import(name: str, hook: Any, marker: str) -> None:
+        if hasattr(module, marker):
+            hook(module)
+
+    monkeypatch.setattr(compat, "on_import", on_import)
     return SimpleNamespace(factory=factory, patches=patches)
 
 

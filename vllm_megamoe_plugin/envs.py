@@ -18,6 +18,14 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
         ("error", "max"),
         "experts without a usable input scale: refuse, or use the layer's maximum",
     ),
+    "VLLM_MEGAMOE_INCOMPLETE": (
+        ("refuse", "wait"),
+        "requests that find the weights incomplete: refuse, or wait for an update",
+    ),
+    "VLLM_MEGAMOE_VERIFY_ADDRESSES": (
+        ("0", "1"),
+        "also check on every eager forward that no kernel-read tensor has moved",
+    ),
 }
 
 

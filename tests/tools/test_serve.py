@@ -54,18 +54,95 @@ def test_a_given_backend_stays(args: list[str], ours: bool) -> None:
     assert plan.needs_plugin is ours
 
 
-def test_the_direct_engine_gets_what_it_needs() -> None:
-    engine = ["--weight-transfer-config", '{"backend": "megamoe_direct"}']
-    extension, gate = serve.DIRECT_ENGINE_OPTIONS.values()
-    plan = serve.plan(["MODEL", *engine, "--middleware", "mine.Gate"], {})
-    assert plan.argv[-2:] == ["--worker-extension-cls", extension]
-    plan = serve.plan(["MODEL", *engine], {})
-    assert plan.argv[-2:] == ["--middleware", gate]
-    for path in (extension, gate):
+ONE_SERVER = ["--api-server-count", "1"]
+GATED = ["--middleware", serve.GATE, *ONE_SERVER]
+EXTENDED = ["--worker-extension-cls", serve.WORKER_EXTENSION]
+DIRECT = ["--weight-transfer-config", '{"backend": "megamoe_direct"}']
+NCCL = ["--weight-transfer-config={'backend': 'nccl'}"]
+DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("args", "environ"),
+    [(DIRECT, {}), (NCCL, {}), ([], DEVELOPER), (["-dp", "2"], DEVELOPER)],
+    ids=str,
+)
+def test_a_server_whose_weights_can_change_is_guarded(
+    args: list, environ: dict
+) -> None:
+    plan = serve.plan(["MODEL", *args], environ)
+    added = [*OURS, *LOCAL, *EXTENDED, *GATED]
+    assert plan.argv == ["vllm", "serve", "MODEL", *args, *added]
+    assert plan.faults == []
+
+
+@pytest.mark.parametrize(
+    ("args", "environ"),
+    [([], {}), ([], {"VLLM_SERVER_DEV_MODE": "0"}), (["-dp", "2"], {})],
+    ids=str,
+)
+def test_other_servers_are_not(args: list, environ: dict) -> None:
+    assert serve.plan(["MODEL", *args], environ).argv[-4:] == [*OURS, *LOCAL]
+    stock = serve.plan(["MODEL", "--moe-backend", "auto", *args], DEVELOPER)
+    assert stock.argv[-2:] == LOCAL
+
+
+def test_the_guards_exist() -> None:
+    for path in (serve.WORKER_EXTENSION, serve.GATE):
         module, name = path.rsplit(".", 1)
         assert f"class {name}" in _source_of(module)
-    other = ["--weight-transfer-config", '{"backend": "nccl"}']
-    assert serve.plan(["MODEL", *other], {}).argv[-4:] == [*OURS, *LOCAL]
+
+
+def test_guards_that_were_given_are_not_added_again() -> None:
+    given = ["--middleware", serve.GATE, "-asc", "1", *EXTENDED]
+    assert serve.plan(["MODEL", *given], DEVELOPER).argv[-4:] == [*OURS, *LOCAL]
+    # others stay beside ours; a worker extension may be a subclass of ours
+    given = ["--middleware", "mine.Gate", "--worker-extension-cls", "mine.Extension"]
+    plan = serve.plan(["MODEL", *given], DEVELOPER)
+    assert plan.argv[3:] == [*given, *OURS, *LOCAL, *GATED]
+
+
+@pytest.mark.parametrize("flag", [["--headless"], ["--headless", "--seed", "1"]])
+def test_a_headless_node_has_workers_but_no_api_server(flag: list[str]) -> None:
+    plan = serve.plan(["MODEL", "-dp", "2", *flag], DEVELOPER)
+    assert plan.argv[3:] == ["-dp", "2", *flag, *OURS, *EXTENDED]
+    assert plan.faults == []
+
+
+@pytest.mark.parametrize(
+    "count",
+    [["--api-server-count", "2"], ["--api_server_count=2"], ["-asc", "2"]],
+    ids=str,
+)
+def test_more_api_servers_are_refused_where_one_could_not_know(count: list) -> None:
+    (fault,) = serve.plan(["MODEL", *count], DEVELOPER).faults
+    assert fault.startswith("--api-server-count 2: a server whose weights can be ")
+    assert "Use --api-server-count 1" in fault
+    assert serve.plan(["MODEL", *count], {}).faults == []
+    assert serve.plan(["MODEL", "--headless", *count], DEVELOPER).faults == []
+    result = CliRunner().invoke(
+        app, ["serve", "MODEL", *count, "--json"], env=DEVELOPER
+    )
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["faults"][0] == fault
+
+
+def test_a_front_end_without_middleware_is_refused() -> None:
+    rust = {**DEVELOPER, "VLLM_USE_RUST_FRONTEND": "1"}
+    (fault,) = serve.plan(["MODEL"], rust).faults
+    assert "runs no middleware" in fault
+
+
+def test_the_api_server_count_of_a_config_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("api-server-count: 3\n")
+    args = ["MODEL", "--config", str(path)]
+    (fault,) = serve.plan(args, DEVELOPER).faults
+    assert fault.startswith("--api-server-count 3:")
+    path.write_text("headless: true\n")
+    assert "--middleware" not in serve.plan(args, DEVELOPER).argv
+    path.write_text("headless: false\n")
+    assert "--middleware" in serve.plan(args, DEVELOPER).argv
 
 
 def _source_of(module: str) -> str:

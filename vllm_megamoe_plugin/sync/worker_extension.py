@@ -5,36 +5,101 @@
 vllm_megamoe_plugin.sync.worker_extension.MegaMoEWorkerExtension`
 """
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.utils import get_worker_rank_suffix
 
-from .digest import digest_all, registered_tensors
-from .direct import expert_layers
+from ..reload import end_update_session
+from .direct import expert_layers, load_checkpoint
+from .live import attribute_tensors, followers, live_digests
+from .manifest import TensorSpec
+from .source import served_tensors
+from .state import abort_reload, why_incomplete
 
 
 class MegaMoEWorkerExtension:
     """Mixed into vLLM's worker class, of which `self` is; every answer is JSON."""
 
-    def megamoe_digests(self: Any) -> dict[str, Any]:
-        """Digest and address of every tensor the model computes with.
+    _megamoe_expected: dict[str, TensorSpec] | None = None
 
-        Packed copies, which are read back through the layer, have no address.
+    def megamoe_state(self: Any) -> dict[str, Any]:
+        """Why this rank must not serve, as `incomplete`; None when it may."""
+        reasons = (why_incomplete(model) for model in _models(self))
+        return {"rank": _rank(self), "incomplete": next(filter(None, reasons), None)}
+
+    def megamoe_load(self: Any, path: str, partial: bool = False) -> dict[str, Any]:
+        """Replace the weights by those of a checkpoint directory on this host.
+
+        Requests must be paused meanwhile, and the prefix cache be reset afterwards.
+
+        Args:
+            partial: the directory may hold some units only, see `Manifest.partial`.
+
+        Returns:
+            `loaded`: names of the parameters that were written.
+
+        Raises:
+            ManifestError: the checkpoint does not fit; the old weights serve.
+            RuntimeError: broke off half way; the rank is incomplete.
         """
-        rank = get_worker_rank_suffix(self.rank)
-        packed = digest_all(packed_weights(self.get_model()), rank)
-        for entry in packed.values():
-            entry["address"] = None
-        return digest_all(live_tensors(self.get_model()), rank) | packed
+        model_config = self.vllm_config.model_config
+        if self._megamoe_expected is None:
+            self._megamoe_expected = served_tensors(
+                model_config, self.vllm_config.load_config.download_dir
+            )
+        with set_current_vllm_config(self.vllm_config):
+            loaded = load_checkpoint(
+                self.get_model(),
+                model_config,
+                Path(path),
+                self._megamoe_expected,
+                partial=partial,
+            )
+        return {"rank": _rank(self), "loaded": sorted(loaded)}
+
+    def megamoe_abort_reload(self: Any) -> dict[str, Any]:
+        """End a layerwise reload that its sender left half way.
+
+        Returns:
+            `restored`: modules that have their old weights back; `replaced`: modules
+            that had finished already and keep the new ones. Unless that is empty the
+            model is a mixture and stays incomplete until a full update.
+        """
+        restored, replaced = [], []
+        for model in _models(self):
+            old, new = abort_reload(model)
+            restored += old
+            replaced += new
+        end_update_session(self)
+        return {"rank": _rank(self), "restored": restored, "replaced": replaced}
+
+    def megamoe_digests(self: Any) -> dict[str, Any]:
+        """Digest and address of every tensor the model computes with."""
+        return live_digests(self.get_model(), _rank(self))
+
+    def megamoe_followers(self: Any) -> dict[str, Any]:
+        """What an update changes besides the parameters that it writes.
+
+        Returns:
+            `follows`: tensor -> those it is a view, a copy or derived of; `attributes`:
+            tensors outside of every state dict, of which nothing is known but that the
+            same weights must give the same bytes.
+        """
+        model = self.get_model()
+        return {
+            "rank": _rank(self),
+            "follows": followers(model),
+            "attributes": [name for name, _ in attribute_tensors(model)],
+        }
 
     def megamoe_layers(self: Any) -> list[dict[str, Any]]:
         """One line per MegaMoE layer: what was built, and where its tensors live."""
         return [
             {
-                "rank": get_worker_rank_suffix(self.rank),
+                "rank": _rank(self),
                 "layer": layer.name,
                 "class": type(layer.experts).__name__,
                 "format": layer.experts.spec.convention.format.name,
@@ -46,32 +111,17 @@ class MegaMoEWorkerExtension:
         ]
 
 
-def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every registered tensor, then what the kernels read besides them."""
-    registered = registered_tensors(model)
-    yield from registered.items()
-    seen = {(t.data_ptr(), t.nbytes) for t in registered.values()}
-    for layer in expert_layers(model):
-        for name, tensor in layer.experts.kernel_tensors(layer.module).items():
-            if (tensor.data_ptr(), tensor.nbytes) not in seen:
-                yield f"{layer.name}.kernel.{name}", tensor
+def _rank(worker: Any) -> str:
+    """Name of a worker that no other worker of the deployment has.
 
-
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of CPU linear layers, which keep them in a packed copy only.
-
-    One-hot rows select single products, so what comes out is the weight, exactly.
+    vLLM's, with the index of the replica in front: engines that know nothing of each
+    other are all `dp0` in their own groups.
     """
-    for name, module in model.named_modules():
-        linear = getattr(module, "cpu_linear", None)
-        if linear is None:
-            continue
-        is_embedding = hasattr(module, "embedding_dim")
-        k = module.embedding_dim if is_embedding else _input_size(module)
-        one_hot = torch.eye(k, dtype=module.weight.dtype)
-        yield f"{name}.packed_weight", linear(one_hot, module.weight, None).t()
+    index = worker.vllm_config.parallel_config.data_parallel_index
+    return f"dp{index}_{get_worker_rank_suffix(worker.rank).partition('_')[2]}"
 
 
-def _input_size(linear: nn.Module) -> int:
-    # only layers that split their input have a size per partition
-    return getattr(linear, "input_size_per_partition", linear.input_size)
+def _models(worker: Any) -> list[nn.Module]:
+    """The model, and the draft model where there is one."""
+    draft = worker.get_draft_model()
+    return [worker.get_model()] + ([] if draft is None else [draft])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-megamoe serve`: vLLM's own `serve` with this plugin's backend.
 
-Adds `--moe-backend megamoe` and `--host 127.0.0.1` unless they are given, completes the
-options of this plugin's weight-transfer engine, and passes everything else through.
-Imports vLLM only to run it.
+Adds `--moe-backend megamoe` and `--host 127.0.0.1` unless they are given, guards a
+server whose weights can be changed, and passes everything else through. Imports vLLM
+only to run it.
 """
 
 import os
@@ -23,14 +23,10 @@ from .doctor import version_of
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 #: Name of this plugin's weight-transfer engine.
 DIRECT_ENGINE = "megamoe_direct"
-#: What a server that uses it needs besides: answers about its tensors, and a clear
-#: refusal while an update is incomplete.
-DIRECT_ENGINE_OPTIONS = {
-    "worker-extension-cls": (
-        "vllm_megamoe_plugin.sync.worker_extension.MegaMoEWorkerExtension"
-    ),
-    "middleware": "vllm_megamoe_plugin.sync.gate.RefuseIncomplete",
-}
+#: In every worker of a server whose weights can be changed: answers about its tensors.
+WORKER_EXTENSION = "vllm_megamoe_plugin.sync.worker_extension.MegaMoEWorkerExtension"
+#: In front of such a server's endpoints: no answer from incomplete weights.
+GATE = "vllm_megamoe_plugin.sync.gate.RefuseIncomplete"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +39,8 @@ class Plan:
     """Variables to set."""
     needs_plugin: bool
     """Whether the backend is this plugin's."""
+    faults: list[str]
+    """Why it must not be run; each says what to do."""
 
 
 def plan(args: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -57,19 +55,65 @@ def plan(args: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if backend is None:
         extra += ["--moe-backend", BACKEND]
         backend = BACKEND
-    if _given(args, "host") is None:
+    headless = (_given(args, "headless") or "").lower() not in ("", "false")
+    if not headless and _given(args, "host") is None:
         # reachable from this machine only, unless asked
         extra += ["--host", "127.0.0.1"]
-    if DIRECT_ENGINE in (_given(args, "weight-transfer-config") or ""):
-        for option, value in DIRECT_ENGINE_OPTIONS.items():
-            if _given(args, option) is None:
-                extra += [f"--{option}", value]
+    faults: list[str] = []
+    if is_megamoe(backend) and _weights_can_change(args, environ):
+        if _given(args, "worker-extension-cls") is None:
+            extra += ["--worker-extension-cls", WORKER_EXTENSION]
+        # the API server is on another node
+        if not headless:
+            extra += _gate(args)
+            faults += _gate_faults(args, environ)
     defaults = CPU_DEFAULTS if is_cpu_build(environ) else {}
     return Plan(
         argv=["vllm", "serve", *args, *extra],
         env={name: v for name, v in defaults.items() if name not in environ},
         needs_plugin=is_megamoe(backend),
+        faults=faults,
     )
+
+
+def _weights_can_change(args: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the server will have endpoints that change weights."""
+    developer = environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0")
+    return developer or _given(args, "weight-transfer-config") is not None
+
+
+def _gate(args: Sequence[str]) -> list[str]:
+    """Options that put the gate before the one API server process it works for.
+
+    It learns about the weights from the requests that change them, so every request
+    has to pass it; under data parallelism vLLM starts a process per replica.
+    """
+    gate = [] if GATE in _all_given(args, "middleware") else ["--middleware", GATE]
+    one = [] if _api_servers(args) is not None else ["--api-server-count", "1"]
+    return gate + one
+
+
+def _gate_faults(args: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    faults = []
+    count = _api_servers(args)
+    if count not in (None, "0", "1"):
+        faults.append(
+            f"--api-server-count {count}: a server whose weights can be changed needs "
+            "one API server process, or another one would answer from incomplete "
+            "weights. Use --api-server-count 1; for more front ends start servers "
+            "with --data-parallel-external-lb."
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        faults.append(
+            "VLLM_USE_RUST_FRONTEND: vLLM's Rust front end runs no middleware, so it "
+            "would answer from incomplete weights. Unset it."
+        )
+    return faults
+
+
+def _api_servers(args: Sequence[str]) -> str | None:
+    short = _all_given(args, "asc", dashes="-")
+    return short[-1] if short else _given(args, "api-server-count")
 
 
 def run(plan: Plan) -> int:
@@ -134,17 +178,24 @@ def is_cpu_build(environ: Mapping[str, str]) -> bool:
 
 def _given(args: Sequence[str], option: str) -> str | None:
     """Value of `--option V` or `--option=V` in the arguments or their config file."""
-    spelled = re.compile(rf"--{option.replace('-', '[-_]')}(?:=(.*))?", re.DOTALL)
-    for i, arg in enumerate(args):
-        match = spelled.fullmatch(arg)
-        if match is not None:
-            following = args[i + 1] if i + 1 < len(args) else ""
-            return following if match[1] is None else match[1]
+    if values := _all_given(args, option):
+        return values[-1]  # as argparse decides
     if option == "config":
         return None
     key = re.compile(rf"^{option.replace('-', '[-_]')}[ \t]*:[ \t]*(\S*)", re.MULTILINE)
     match = key.search(_config_text(args))
     return match[1].strip("\"'") if match else None
+
+
+def _all_given(args: Sequence[str], option: str, dashes: str = "--") -> list[str]:
+    """Every value an option has in the arguments; of a last flag, "true"."""
+    spelled = re.compile(rf"{dashes}{option.replace('-', '[-_]')}(?:=(.*))?", re.DOTALL)
+    following = [*args[1:], "true"]
+    return [
+        after if match[1] is None else match[1]
+        for arg, after in zip(args, following, strict=False)
+        if (match := spelled.fullmatch(arg)) is not None
+    ]
 
 
 def _config_text(args: Sequence[str]) -> str:
