@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from vllm_megamoe_plugin import __version__, cli
 
-COMMANDS = ("serve", "doctor", "inspect", "demo")
+COMMANDS = ("serve", "doctor", "inspect", "demo", "sync-check")
 HEAVY = ("torch", "vllm", "safetensors", "huggingface_hub")
 
 

@@ -83,7 +83,7 @@ def serve(ctx: typer.Context, as_json: Json = False) -> None:
 
     plan = tool.plan(ctx.args, os.environ)
     report: dict[str, Any] = {"argv": plan.argv, "env": plan.env}
-    faults = install_faults(needs_plugin=plan.needs_plugin)
+    faults = plan.faults + install_faults(needs_plugin=plan.needs_plugin)
     if faults:
         show_list(_console(stderr=True), "fault", "red", faults)
         _finish(FAULT, as_json, {**report, "faults": faults, "exit_code": None})
@@ -146,6 +146,64 @@ def demo(
     raise typer.Exit(run_demo(folder, problems, port, as_json))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": True}
+)
+def sync_check(
+    ctx: typer.Context,
+    target: Annotated[
+        str, typer.Argument(help="URL of a server, or a checkpoint folder to serve.")
+    ],
+    via: Annotated[
+        list[str], typer.Option(help="direct, layerwise, transfer; default: all.")
+    ] = [],  # noqa: B006
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Default: the one the server was started from.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Of this host, where the workers find it.")
+    ] = "127.0.0.1",
+    scratch: Annotated[
+        Path | None,
+        typer.Option(help="Folder for scrambled weights that every worker can read."),
+    ] = None,
+    probe_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 16,
+    timeout: Annotated[float, typer.Option(help="Seconds per answer.")] = 600.0,
+    api_key: Annotated[str | None, typer.Option(help="Of the server.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a Markdown report here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that a server takes new weights whole: scramble, restore, compare.
+
+    Options of `vllm serve` for a server that this command starts follow after `--`.
+    Use a server that serves nobody else meanwhile: its answers are scrambled.
+    """
+    from .tools import sync_check as tool
+
+    try:
+        options = tool.Options(
+            target=target,
+            ways=tool.known_ways(via),
+            checkpoint=checkpoint,
+            address=address,
+            scratch=scratch,
+            probe_tokens=probe_tokens,
+            timeout_s=timeout,
+            api_key=api_key,
+            serve_options=tuple(ctx.args),
+        )
+        command = shlex.join(["vllm-megamoe", *sys.argv[1:]])
+        code, result = tool.run(options, report, command, _console(stderr=as_json))
+    except tool.NothingToCheckError as error:
+        _console(stderr=True).print(
+            f"sync-check: nothing was checked. {error}", markup=False, soft_wrap=True
+        )
+        code, result = UNCHECKED, {"target": target, "error": str(error)}
+    _finish(code, as_json, result)
+
+
 @bench_app.command()
 def throughput(
     model: Annotated[str, typer.Argument(help="Checkpoint served by this plugin.")],
@@ -179,6 +237,32 @@ def throughput(
         _finish(UNCHECKED, as_json, {"error": str(error)})
     tool.show(rows, ratios, _console(stderr=as_json))
     _finish(GOOD, as_json, tool.to_json(rows, ratios))
+
+
+@bench_app.command()
+def reload(
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; default: what is here.")
+    ] = "",
+    shape: Annotated[str, typer.Option(help="qwen3, dsv3 or tiny.")] = "qwen3",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each case.")] = 7,
+    cycles: Annotated[int, typer.Option(min=0, help="Updates there and back.")] = 10,
+    peers: Annotated[bool, typer.Option(help="Measure vLLM's own loaders too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Compare a layer's weight update with a plain copy of the same bytes."""
+    from .bench import measure
+    from .bench import reload as tool
+
+    console = _console(stderr=True)
+    try:
+        with console.status("measuring") as status:
+            rows = tool.run(device, shape, repeats, cycles, peers, status.update)
+    except ValueError as error:
+        console.print(f"bench: {error}", markup=False, soft_wrap=True)
+        _finish(UNCHECKED, as_json, {"error": str(error)})
+    measure.show(rows, _console(stderr=as_json))
+    _finish(GOOD, as_json, measure.to_json(rows))
 
 
 def _track(items: Iterable[Any], total: int) -> Iterable[Any]:

@@ -2,7 +2,6 @@
 """The demo's pieces, and one run of it against a real server."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from rich.progress import Progress
 
 from vllm_megamoe_plugin.tools import demo
+
+from ..serving import alive
 
 GOOD = demo.Result(
     problems=10,
@@ -56,23 +55,6 @@ def test_every_figure_can_fail(change: dict, message: str) -> None:
     assert message in fault
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(6).view(2, 3),
-        torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        torch.arange(4, dtype=torch.bfloat16),
-        torch.tensor(3.0),
-    ],
-    ids=["int", "fp8", "bf16", "0-d"],
-)
-def test_scrambling_keeps_shape_dtype_and_elements(tensor: torch.Tensor) -> None:
-    ((name, rolled),) = demo.scrambled(iter([("w", tensor)]))
-    assert (name, rolled.shape, rolled.dtype) == ("w", tensor.shape, tensor.dtype)
-    before, after = tensor.double().flatten(), rolled.double().flatten()
-    assert torch.equal(after, before.roll(1))
-
-
 def test_prompts_are_five_shot_and_answers_are_numbers(tmp_path: Path) -> None:
     item = {"question": "How many?", "answer": "Many.\n#### 1,200"}
     (tmp_path / "problems.jsonl").write_text(json.dumps(item) + "\n")
@@ -91,64 +73,6 @@ def test_without_a_model_both_places_are_named(monkeypatch, tmp_path) -> None:
         demo.shipped_model()
     assert "models/arith_moe/nvfp4" in str(error.value)
     assert "examples/arith_moe/nvfp4" in str(error.value)
-
-
-def test_a_server_that_dies_shows_its_first_error_and_last_lines(monkeypatch) -> None:
-    script = (
-        "import sys; print('(Worker) ERROR 01-01 [x.py] ValueError: the cause'); "
-        "print('the last line'); sys.exit(3)"
-    )
-    command = [sys.executable, "-c", script]
-    monkeypatch.setattr(demo, "_command", lambda model, port: command)
-    with (
-        Progress(disable=True) as progress,
-        pytest.raises(RuntimeError, match="ended with code 3") as error,
-        demo.serving(Path(), demo._free_port(), progress),
-    ):
-        pass
-    assert "ValueError: the cause" in str(error.value)
-    assert "the last line" in str(error.value)
-
-
-def test_the_whole_process_group_goes(monkeypatch) -> None:
-    """A server's children outlive neither an error nor the end of the block."""
-    script = (
-        "import http.server, subprocess, sys; "
-        "child = subprocess.Popen([sys.executable, '-c', "
-        "'import time, signal; signal.signal(15, signal.SIG_IGN); time.sleep(60)']); "
-        "h = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': lambda s: "
-        "(s.send_response(200), s.end_headers(), s.wfile.write(str(child.pid).encode()"
-        "))}); http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), h)"
-        ".serve_forever()"
-    )
-    monkeypatch.setattr(
-        demo, "_command", lambda model, port: [sys.executable, "-c", script, str(port)]
-    )
-    children = []
-
-    def interrupted() -> None:
-        with (
-            Progress(disable=True) as progress,
-            demo.serving(Path(), demo._free_port(), progress) as server,
-        ):
-            children.append(server.get("/"))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    deadline = time.monotonic() + 5
-    while _alive(children[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # an orphan that nobody reaps stays as a zombie in a container
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.serve
@@ -185,4 +109,4 @@ def test_an_interrupted_demo_leaves_no_server() -> None:
     time.sleep(5)
     process.send_signal(signal.SIGINT)
     process.wait(40)
-    assert not _alive(int(server[0]))
+    assert not alive(int(server[0]))

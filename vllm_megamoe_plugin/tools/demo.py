@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-megamoe demo`: serve the shipped model, break its weights, restore them.
 
-The protocol: cold start; one update of the whole checkpoint with every tensor's
-elements rolled by one; one update of the real checkpoint. After each, held-out
-problems are scored, fixed prompts are read back with logprobs, and every tensor's
-SHA-256 and address is taken in the workers. The server never restarts.
+The protocol: cold start; one update of the whole checkpoint, scrambled; one update of
+the real checkpoint. After each, held-out problems are scored, fixed prompts are read
+back with logprobs, and every tensor's SHA-256 and address is taken in the workers. The
+server never restarts.
 """
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
 
 from ..sync.digest import compare
-from ..sync.sender import DirectSender, Server, checkpoint_weights
-from .serve import DIRECT_ENGINE
+from ..sync.sender import DirectSender, Server
+from ..sync.source import checkpoint_weights
+from . import observe
+from .launch import free_port, launched, leave_on_sigterm, serve_command
+from .scramble import scrambled
 
+#: Name that the demo's server serves its model under.
+SERVED_AS = "demo"
 MIN_ACCURACY = 0.90
 MAX_SCRAMBLED = 0.05
 _STARTUP_S = 240
@@ -40,6 +37,7 @@ _REQUEST_S = 120
 _MAX_TOKENS = 224
 _CONCURRENCY = 16
 _PROBES = 4
+_PROBE_TOKENS = 48
 _ANSWER = re.compile(r"####\s*(-?[\d,]+)")
 
 
@@ -77,8 +75,7 @@ class Observation:
     """What a server shows of the weights it serves."""
 
     accuracy: float
-    texts: tuple[str, ...]
-    logprobs: tuple[tuple[float, ...], ...]
+    probe: observe.Probe
     digests: dict[str, Any]
 
 
@@ -156,14 +153,6 @@ def _read_jsonl(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 
-def scrambled(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its elements rolled by one: same names, shapes, dtypes."""
-    for name, tensor in weights:
-        bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        rolled = bits.reshape(-1).roll(1).reshape(bits.shape)
-        yield name, rolled.view(tensor.dtype)
-
-
 @contextmanager
 def serving(model: Path, port: int, progress: Progress) -> Iterator[Server]:
     """A real server for the model, gone when the block is left for any reason.
@@ -171,96 +160,21 @@ def serving(model: Path, port: int, progress: Progress) -> Iterator[Server]:
     Raises:
         RuntimeError: it died or did not come up; with the last lines of its log.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            _command(model, port),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-            start_new_session=True,
-        )
-        try:
-            server = Server(f"http://127.0.0.1:{port}", _REQUEST_S)
-            _wait_until_healthy(server, process, progress)
-            yield server
-        except (RuntimeError, OSError) as e:
-            if process.poll() is None:
-                raise
-            raise RuntimeError(
-                f"The server ended with code {process.returncode} ({e}). Its last "
-                f"lines:\n{_tail(log)}"
-            ) from e
-        finally:
-            _end(process)
-
-
-def _command(model: Path, port: int) -> list[str]:
     options = {
-        "served-model-name": "demo",
-        "host": "127.0.0.1",
-        "port": port,
-        "moe-backend": "megamoe",
+        "served-model-name": SERVED_AS,
         "max-model-len": 1536,
         "max-num-seqs": _CONCURRENCY,
-        "weight-transfer-config": json.dumps({"backend": DIRECT_ENGINE}),
     }
-    command = [sys.executable, "-m", "vllm_megamoe_plugin", "serve", str(model)]
-    for name, value in options.items():
-        command += [f"--{name}", str(value)]
-    return [*command, "--enforce-eager"]
-
-
-def _environment() -> dict[str, str]:
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {**defaults, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-
-
-def _wait_until_healthy(
-    server: Server, process: subprocess.Popen, progress: Progress
-) -> None:
-    task = progress.add_task("starting the server", total=None)
-    deadline = time.monotonic() + _STARTUP_S
-    while True:
-        if process.poll() is not None:
-            raise RuntimeError("it never became healthy")
-        try:
-            server.get("/health")
-        except OSError:
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"The server was not healthy within {_STARTUP_S} s."
-                ) from None
-            time.sleep(0.5)
-            continue
-        return progress.update(task, total=1, completed=1)
-
-
-def _tail(log: Any, lines: int = 25) -> str:
-    """The first error, which is the cause, and the last lines."""
-    log.seek(0)
-    text = log.readlines()
-    errors = (x for x in text if re.search(r" ERROR .*(Error|Exception): ", x))
-    return "".join([next(errors, ""), "...\n", *text[-lines:]])
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the whole process group: the API server, the engine and its workers."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sent)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    command = [*serve_command(model, port, options), "--enforce-eager"]
+    with launched(
+        command, port, progress, request_s=_REQUEST_S, startup_s=_STARTUP_S
+    ) as server:
+        yield server
 
 
 def complete(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
     """The one choice of a greedy completion."""
-    body = {"model": "demo", "prompt": prompt, "temperature": 0, "seed": 0, **options}
-    return server.post("/v1/completions", body)["choices"][0]
+    return observe.complete(server, SERVED_AS, prompt, **options)
 
 
 def _is_right(server: Server, task: Task) -> bool:
@@ -270,53 +184,38 @@ def _is_right(server: Server, task: Task) -> bool:
     return found is not None and found[1].replace(",", "") == task.answer
 
 
-def observe(
+def observed(
     server: Server, tasks: list[Task], progress: Progress, label: str
 ) -> Observation:
-    """Score, then read fixed prompts one at a time from an empty prefix cache."""
+    """Score, then read fixed prompts and digests."""
     bar = progress.add_task(f"{label}: problems", total=len(tasks))
     right = 0
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
         for ok in pool.map(lambda task: _is_right(server, task), tasks):
             right += ok
             progress.advance(bar)
-    # batching changes sums in the last bit, so the bitwise part is sequential
-    server.post("/reset_prefix_cache")
-    probes = [
-        complete(server, task.prompt, max_tokens=48, logprobs=5)
-        for task in tasks[:_PROBES]
-    ]
-    digests: dict[str, Any] = {}
-    for rank in server.rpc("megamoe_digests"):
-        digests |= rank
+    prompts = [task.prompt for task in tasks[:_PROBES]]
     return Observation(
         accuracy=right / len(tasks),
-        texts=tuple(p["text"] for p in probes),
-        logprobs=tuple(_all_logprobs(p["logprobs"]) for p in probes),
-        digests=digests,
+        probe=observe.probe(server, SERVED_AS, prompts, _PROBE_TOKENS),
+        digests=observe.digests(server),
     )
-
-
-def _all_logprobs(found: dict[str, Any]) -> tuple[float, ...]:
-    """The sampled tokens' logprobs and those of every listed alternative."""
-    others = [v for top in found["top_logprobs"] for _, v in sorted(top.items())]
-    return (*found["token_logprobs"], *others)
 
 
 def _measure(
     model: Path, tasks: list[Task], server: Server, progress: Progress, began: float
 ) -> Result:
     kernel = server.rpc("megamoe_layers")[0][0]["kernel"]
-    cold = observe(server, tasks, progress, "cold start")
+    cold = observed(server, tasks, progress, "cold start")
     with DirectSender(server.url, timeout_s=_REQUEST_S) as sender:
         bar = progress.add_task("sending scrambled weights", total=1)
         sender.send(list(scrambled(checkpoint_weights(model))))
         progress.advance(bar)
-        broken = observe(server, tasks, progress, "scrambled")
+        broken = observed(server, tasks, progress, "scrambled")
         bar = progress.add_task("sending the real weights", total=1)
         report = sender.send(list(checkpoint_weights(model)))
         progress.advance(bar)
-    restored = observe(server, tasks, progress, "restored")
+    restored = observed(server, tasks, progress, "restored")
     away = compare(cold.digests, broken.digests)
     back = compare(cold.digests, restored.digests)
     return Result(
@@ -328,8 +227,8 @@ def _measure(
         tensors_changed=len(away.changed),
         tensors_restored=len(back.equal),
         tensors_moved=len({*away.moved, *back.moved}),
-        texts_equal=cold.texts == restored.texts,
-        logprobs_equal=cold.logprobs == restored.logprobs,
+        texts_equal=cold.probe.texts == restored.probe.texts,
+        logprobs_equal=cold.probe.logprobs == restored.probe.logprobs,
         sync_seconds=round(report.seconds, 3),
         seconds=round(time.monotonic() - began, 1),
         kernel=kernel,
@@ -370,15 +269,14 @@ def run_demo(model: Path, problems: int, port: int | None, json_output: bool) ->
         json_output: end stdout with one JSON line.
     """
     errors = Console(stderr=True)
-    # the default action would skip the blocks that end the server
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    leave_on_sigterm()
     began = time.monotonic()
     columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn())
     try:
         tasks = load_tasks(model.parent, problems)
         with (
             Progress(*columns, console=errors) as progress,
-            serving(model, port or _free_port(), progress) as server,
+            serving(model, port or free_port(), progress) as server,
         ):
             result = _measure(model, tasks, server, progress, began)
     except (RuntimeError, OSError, ValueError) as e:
@@ -391,8 +289,3 @@ def run_demo(model: Path, problems: int, port: int | None, json_output: bool) ->
     for fault in faults:
         errors.print(f"demo failed: {fault}.", markup=False)
     return 1 if faults else 0
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
