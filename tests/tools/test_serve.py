@@ -27,6 +27,28 @@ PASSED_ON = (
 )
 
 
+@pytest.mark.parametrize(
+    ("args", "bind"),
+    [
+        (["-tp", "2"], "0,1|2,3"),
+        (["--tensor-parallel-size=2", "-pp", "2"], "0|1|2|3"),
+        (["-tp", "1"], None),
+        (["-tp", "8"], None),
+        (["-tp", "2", "-dp", "2"], None),
+    ],
+)
+def test_cpu_ranks_share_the_cores_of_too_few_numa_nodes(
+    args: list[str], bind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 1, 0, 2})
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: ["node0"])
+    found = serve.plan(["m", *args], {"VLLM_TARGET_DEVICE": "cpu"}).env
+    assert found.get("VLLM_CPU_OMP_THREADS_BIND") == bind
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    mine = serve.plan(["m", *args], {"VLLM_TARGET_DEVICE": "cpu", name: "auto"}).env
+    assert name not in mine
+
+
 @pytest.mark.parametrize("args", PASSED_ON, ids=" ".join)
 def test_arguments_pass_through_and_two_are_added(args: list[str]) -> None:
     plan = serve.plan(args, {})

@@ -67,13 +67,36 @@ def plan(args: Sequence[str], environ: Mapping[str, str]) -> Plan:
         if not headless:
             extra += _gate(args)
             faults += _gate_faults(args, environ)
-    defaults = CPU_DEFAULTS if is_cpu_build(environ) else {}
+    defaults = _cpu_defaults(args) if is_cpu_build(environ) else {}
     return Plan(
         argv=["vllm", "serve", *args, *extra],
         env={name: v for name, v in defaults.items() if name not in environ},
         needs_plugin=is_megamoe(backend),
         faults=faults,
     )
+
+
+def _cpu_defaults(args: Sequence[str]) -> dict[str, str]:
+    """Variables of a CPU server.
+
+    vLLM gives each rank a NUMA node of its own and ends if there are too few; then the
+    cores are shared out. Replicas (data parallel) bind themselves.
+    """
+    ranks = _size(args, "tensor-parallel-size", "tp")
+    ranks *= _size(args, "pipeline-parallel-size", "pp")
+    cores = sorted(os.sched_getaffinity(0))
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    if not nodes < ranks <= len(cores) or _size(args, "data-parallel-size", "dp") > 1:
+        return CPU_DEFAULTS
+    share = len(cores) // ranks
+    groups = [cores[i * share : (i + 1) * share] for i in range(ranks)]
+    bind = "|".join(",".join(map(str, group)) for group in groups)
+    return {**CPU_DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": bind}
+
+
+def _size(args: Sequence[str], option: str, short: str) -> int:
+    given = [*_all_given(args, short, dashes="-")] or [_given(args, option)]
+    return int(given[-1]) if given[-1] and given[-1].isdigit() else 1
 
 
 def _weights_can_change(args: Sequence[str], environ: Mapping[str, str]) -> bool:
