@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_megamoe_plugin import scales
 from vllm_megamoe_plugin.scales import (
     all_usable,
     check_block_scales,
     check_global_scales,
     check_l2_scale_tensor,
     fault_of,
+    gist,
     inverse_fault_of,
     invert_into,
     judge_input_scales,
@@ -55,13 +57,41 @@ def test_the_fast_look_agrees_with_the_judge(value: float, reciprocal: bool) -> 
     judge = inverse_fault_of if reciprocal else fault_of
     healthy = judge(value) is None
     assert all_usable([value], reciprocal=reciprocal) is healthy
-    assert all_usable([1.0, value, 2.0], reciprocal=reciprocal) is healthy
+    for place in range(3):
+        values = [1.0, 2.0]
+        values.insert(place, value)
+        assert all_usable(values, reciprocal=reciprocal) is healthy
 
 
 def test_values_are_read_flat_and_in_order() -> None:
     square, byte = torch.tensor([[1.5, 2.5], [3.5, 4.5]]), torch.tensor(7).byte()
     assert read_together([square, byte]) == [[1.5, 2.5, 3.5, 4.5], [7]]
     assert read_together([]) == []
+
+
+def test_values_of_other_devices_come_in_one_piece() -> None:
+    tensors = [torch.tensor(7).byte(), torch.rand(2, 3), torch.tensor([1, 2]).byte()]
+    packed = scales._packed(tensors)
+    assert packed.shape == (1 + 24 + 2,)
+    assert scales._unpacked(packed, tensors) == read_together(tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_values_on_a_gpu() -> None:
+    for value in (*FAULTS, 3e38):
+        for place in range(3):
+            values = [1.0, 2.0]
+            values.insert(place, value)
+            on_gpu = torch.tensor(values, device="cuda")
+            (few,) = read_together([gist(on_gpu)])
+            assert len(few) == 2
+            for flip in (False, True):
+                assert all_usable(few, reciprocal=flip) is all_usable(
+                    on_gpu.tolist(), reciprocal=flip
+                )
+    tensors = [torch.tensor(7).byte(), torch.rand(2, 3), torch.tensor([1, 2]).byte()]
+    assert read_together([t.cuda() for t in tensors]) == read_together(tensors)
 
 
 # --- weights ---

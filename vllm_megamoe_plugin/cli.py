@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -248,6 +249,9 @@ def reload(
     repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each case.")] = 7,
     cycles: Annotated[int, typer.Option(min=0, help="Updates there and back.")] = 10,
     peers: Annotated[bool, typer.Option(help="Measure vLLM's own loaders too.")] = True,
+    peer_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds for each process of vLLM.")
+    ] = 120,
     as_json: Json = False,
 ) -> None:
     """Compare a layer's weight update with a plain copy of the same bytes."""
@@ -256,8 +260,12 @@ def reload(
 
     console = _console(stderr=True)
     try:
-        with console.status("measuring") as status:
-            rows = tool.run(device, shape, repeats, cycles, peers, status.update)
+        rows = []
+        for row in tool.run(
+            device, shape, repeats, cycles, peers, peer_limit, partial(_say, console)
+        ):
+            rows.append(row)
+            _say(console, measure.line(row))
     except ValueError as error:
         console.print(f"bench: {error}", markup=False, soft_wrap=True)
         _finish(UNCHECKED, as_json, {"error": str(error)})
@@ -278,6 +286,10 @@ def _track(items: Iterable[Any], total: int) -> Iterable[Any]:
         disable=not console.is_terminal,
         transient=True,
     )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _console(*, stderr: bool) -> Console:

@@ -31,8 +31,10 @@ from .kernels.select import Selection
 from .ledger import Ledger, summarize
 from .loader import ParamLoader, ParamSpec, Placement
 from .scales import (
+    all_usable,
     check_block_scales,
     check_global_scales,
+    gist,
     invert_into,
     judge_input_scales,
     largest_byte,
@@ -272,12 +274,19 @@ class MegaMoE:
         if self.spec.convention.format.global_scale:
             for side in SIDES:
                 name = self.name(side, Role.GLOBAL_SCALE)
-                named[name] = getattr(host, name).data
+                named[name] = gist(getattr(host, name).data)
         if self.spec.problem.mode == "w4a4":
             name = self.name("w2", Role.INPUT_SCALE)
-            named[name] = getattr(host, name).data
+            named[name] = gist(getattr(host, name).data)
         values = dict(zip(named, read_together(list(named.values())), strict=True))
+        reciprocal = self.spec.convention.reciprocal
         for name, found in values.items():
+            param = getattr(host, name).data
+            if param.dtype is torch.float32 and not all_usable(
+                found, reciprocal=reciprocal
+            ):
+                # all of them, to name those that are not
+                values[name] = found = param.flatten().tolist()
             self._check_one(host, name, found)
         return self._l2_scale(values)
 

@@ -112,7 +112,10 @@ class Ledger:
 
     def holes(self, tensor: str) -> list[int]:
         """Flat slot numbers of one parameter that this update has not loaded."""
-        return [slot for slot, loads in enumerate(self._loads[tensor]) if loads == 0]
+        loads = self._loads[tensor]
+        if all(loads):  # mostly: no look at every slot
+            return []
+        return [slot for slot, count in enumerate(loads) if count == 0]
 
     def accept(self) -> None:
         """Post-load processing found the layer whole and every value usable."""

@@ -3,7 +3,7 @@
 
 Runs in post-load processing, where a host read is allowed: one for all scales of a
 layer (`read_together`). Checks come first and write nothing, so a refused weight set
-leaves every derived tensor as it was. Neither needs memory on the device.
+leaves every derived tensor as it was. Both take a few numbers of device memory.
 
 The L2 activation scale is one number for the layer: the maximum of the `down_proj`
 input scales over all logical experts of all ranks, so that every rank quantizes
@@ -24,6 +24,8 @@ from .ledger import summarize
 
 _FP32_TINY = torch.finfo(torch.float32).tiny
 _FP32_MAX = torch.finfo(torch.float32).max
+#: As `struct` names what is read from a device.
+_CODES = {torch.float32: "f", torch.uint8: "B", torch.int8: "b"}
 
 
 def fault_of(value: float) -> str | None:
@@ -47,21 +49,43 @@ def inverse_fault_of(value: float) -> str | None:
 def all_usable(values: Sequence[float], *, reciprocal: bool) -> bool:
     """Whether none has a fault: the healthy case, told fast."""
     largest = 1.0 / _FP32_TINY if reciprocal else _FP32_MAX
-    return all(_FP32_TINY <= value <= largest for value in values)
+    total = sum(values)  # NaN if one is, which `min` and `max` would miss
+    return (
+        total == total
+        and min(values, default=1.0) >= _FP32_TINY
+        and max(values, default=1.0) <= largest
+    )
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
     """The values of small tensors of one device, flat, after one wait for it."""
     if all(t.device.type == "cpu" for t in tensors):
         return [t.flatten().tolist() for t in tensors]
-    landed = [
-        torch.empty(t.numel(), dtype=t.dtype, device="cpu", pin_memory=True)
-        for t in tensors
-    ]
-    for host, tensor in zip(landed, tensors, strict=True):
-        host.copy_(tensor.flatten(), non_blocking=True)
-    torch.accelerator.current_stream(tensors[0].device).synchronize()
-    return [host.tolist() for host in landed]
+    return _unpacked(_packed(tensors).cpu(), tensors)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after another."""
+    return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
+
+
+def _unpacked(packed: Tensor, tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The values of each tensor out of their `_packed` bytes."""
+    raw, start, values = packed.numpy().tobytes(), 0, []
+    for tensor in tensors:
+        form = f"={tensor.numel()}{_CODES[tensor.dtype]}"
+        values.append(list(struct.unpack_from(form, raw, start)))
+        start += tensor.nbytes
+    return values
+
+
+def gist(values: Tensor) -> Tensor:
+    """As few of some scales as tell whether `all_usable` of them, and their extremes.
+
+    On a GPU the smallest and the largest, NaN if one is; Python would take longer to
+    look at all of them than an update takes to copy. On CPU they are at hand.
+    """
+    return torch.stack(torch.aminmax(values)) if values.is_cuda else values
 
 
 def check_global_scales(

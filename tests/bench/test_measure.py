@@ -4,12 +4,14 @@
 import torch
 
 from vllm_megamoe_plugin.bench.measure import (
+    WARM_UPS,
     Allocations,
     Case,
     PlainCopy,
     Row,
     Samples,
     allocated,
+    line,
     measure,
     to_json,
 )
@@ -63,7 +65,7 @@ def test_a_case_is_prepared_before_each_run_and_a_move_is_counted() -> None:
         CPU,
         repeats=2,
     )
-    assert order == ["prepare", "run"] * 4
+    assert order == ["prepare", "run"] * (WARM_UPS + 1 + 2)
     assert (row.moved, row.extra_bytes, row.bytes) == (1, 16, 16)
 
 
@@ -72,6 +74,12 @@ def test_a_plain_copy_copies_as_many_bytes_as_asked() -> None:
     copy._target.zero_()
     copy(5)
     assert copy._target.tolist() == [7] * 5 + [0] * 11
+
+
+def test_a_row_in_short() -> None:
+    row = Row(case="x", device="cpu", seconds=0.0025, ratio_to_copy=1.234)
+    assert line(row) == "x: 2.500 ms, 1.23 x copy"
+    assert line(Row(case="x", device="cpu", note="why")) == "x: why"
 
 
 def test_the_report_has_every_field_of_a_row() -> None:

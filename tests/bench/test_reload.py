@@ -19,15 +19,16 @@ CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 
 
-def bench(*args: str) -> tuple[int, dict[str, Any]]:
+def bench(*args: str) -> tuple[dict[str, Any], str]:
+    """The report, and what was said meanwhile."""
     command = ["bench", "reload", "--device", "cpu", "--shape", "tiny", "--json", *args]
     done = CliRunner().invoke(app, command)
-    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def test_the_cases_of_a_layer() -> None:
-    code, report = bench("--repeats", "1", "--cycles", "0", "--no-peers")
-    assert code == 0
+    report, said = bench("--repeats", "1", "--cycles", "0", "--no-peers")
     rows = {row["case"]: row for row in report["rows"]}
     ways = ("loaders", "plan", "bucket")
     parts = ("whole layer", "values", "block scales")
@@ -36,6 +37,7 @@ def test_the_cases_of_a_layer() -> None:
     wanted |= {f"calls: {way}" for way in (*ways, "plan, separate tensors")}
     assert rows.keys() == wanted
     for case, row in rows.items():
+        assert f"{case}: {row['seconds'] * 1e3:.3f} ms, " in said
         assert row["device"] == "cpu"
         assert row["moved"] == 0
         # post-load processing reduces the block scales of two parameters to a byte each

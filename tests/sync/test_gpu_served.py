@@ -99,7 +99,8 @@ def check_round_trip(running: Server, send: object) -> None:
     assert len(compare(tensors, digests(running)).changed) > len(tensors) / 3
     send(shipped_model())
     difference = compare(tensors, digests(running))
-    assert difference.identical, difference
+    changed = (difference.changed, difference.missing, difference.added)
+    assert (*changed, difference.moved) == ((), (), (), ())
     assert ask(running) == before
 
 
@@ -144,7 +145,11 @@ def test_sleep_keeps_the_weights_at_level_1_and_loses_them_at_level_2(
         with pytest.raises(ServerError, match="incomplete"):
             sender.send(one_layer, partial=True)
         sender.send(weights)
-    assert compare(tensors, digests(direct)).identical
+    # vLLM's attention keeps copies of its scales on the CPU as plain attributes, which
+    # sleep does not save and a reload makes anew
+    difference = compare(tensors, digests(direct))
+    lost = [n for n in difference.changed if not n.endswith("_scale_cpu")]
+    assert (lost, difference.missing, difference.added) == ([], (), ())
     assert ask(direct) == before
 
 

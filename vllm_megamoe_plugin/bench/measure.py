@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Action = Callable[[], object]
+#: Untimed runs: plans are traced and kernels compiled, then copies captured, then
+#: replayed.
+WARM_UPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +122,9 @@ def measure(
     """
     found = [Samples(case=c.name, nbytes=c.nbytes, calls=c.calls) for c in cases]
     for case, samples in zip(cases, found, strict=True):
-        case.prepare()
-        case.run()  # warms up: plans are traced, kernels compiled
+        for _ in range(WARM_UPS):
+            case.prepare()
+            case.run()
         before = addresses()
         case.prepare()
         samples.extra_bytes = allocated(case.run, device)
@@ -207,6 +211,14 @@ def to_json(rows: Sequence[Row]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def line(row: Row) -> str:
+    """A row in short, for those who wait."""
+    if row.seconds is None:
+        return f"{row.case}: {row.note}"
+    ratio = "" if row.ratio_to_copy is None else f", {row.ratio_to_copy:.2f} x copy"
+    return f"{row.case}: {row.seconds * 1e3:.3f} ms{ratio}"
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

@@ -5,19 +5,20 @@ Each arm is a process of its own, so that one that cannot run here takes nothing
 it; its row says why. Imports vLLM only in those processes.
 """
 
+import faulthandler
 import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from .measure import PlainCopy, Row, Samples, allocated, seconds
 from .reload import SHAPES, Shape, checkpoint_specs, one_buffer
 
 MARK = "megamoe-bench:"
+#: What `faulthandler` writes when the time is over.
+LATE = "Timeout ("
 PREFIX = "model.layers.0.mlp.experts"
 
 
@@ -57,24 +60,38 @@ class Arm:
         return titles.get(self.kind, f"stock {self.kind}")
 
 
-def run_arm(arm: Arm) -> list[Row]:
-    """The rows of one arm; a single one with the reason if it cannot run here."""
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(arm))]
+def run_arm(arm: Arm, limit_s: float) -> list[Row]:
+    """The rows of one arm; a single one with the reason if it cannot run here.
+
+    Args:
+        limit_s: for the whole process, which imports vLLM first.
+    """
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(arm)), str(limit_s)]
     environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if arm.device == "cpu" and not is_cpu_build(os.environ):
         environ["VLLM_TARGET_DEVICE"] = "cpu"
-    with vllm_metadata():
+    # files, as a process that the arm started could keep a pipe open after it
+    with vllm_metadata(), TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         done = subprocess.run(
             command,
-            capture_output=True,
-            text=True,
+            stdout=out,
+            stderr=err,
             check=False,
             env={**os.environ, **environ},
         )
-    for line in reversed(done.stdout.splitlines()):
+        out.seek(0)
+        err.seek(0)
+        stdout, stderr = out.read(), err.read()
+    if LATE in stderr:
+        # threads follow each other, the main one last
+        frames = stderr.rpartition("most recent call first")[2]
+        where = next((at for at in frames.splitlines() if "File" in at), "").strip()
+        why = f"was not done after {limit_s:g} s, when it was at: {where}"
+        return [Row(case=arm.title, device=arm.device, note=why)]
+    for line in reversed(stdout.splitlines()):
         if line.startswith(MARK):
             return [Row(**row) for row in json.loads(line.removeprefix(MARK))]
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["no output"]
     why = f"does not run here (exit code {done.returncode}): {lines[-1].strip()}"
     return [Row(case=arm.title, device=arm.device, note=why)]
 
@@ -96,7 +113,7 @@ def _one_rank(device: str, **arguments: Any) -> Iterator[Any]:
         max_model_len=256,
         **arguments,
     ).create_engine_config()
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
+    with TemporaryDirectory() as folder, set_current_vllm_config(config):
         init_distributed_environment(
             world_size=1,
             rank=0,
@@ -317,4 +334,6 @@ def _arm_process(arm: Arm) -> None:
 
 
 if __name__ == "__main__":
+    # ends the process, and says where it was
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     _arm_process(Arm(**json.loads(sys.argv[1])))

@@ -7,7 +7,7 @@ the same layer is measured by `peers`, in processes of its own.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +44,8 @@ SHAPES = {
     "dsv3": Shape(experts=32, hidden=7168, intermediate=2048, layers=58),
     "tiny": Shape(experts=8, hidden=256, intermediate=128, layers=2),
 }
+#: Seconds that a cycle may take on a slow machine.
+_CYCLE_S = 5
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -209,15 +211,13 @@ def one_buffer(
     return bucket, buffer, tensors
 
 
-def layer_rows(shape: Shape, device: torch.device, repeats: int) -> list[Row]:
+def layer_rows(shape: Shape, device: torch.device, repeats: int) -> Iterator[Row]:
     """One layer's whole update, in every layout, and its parts."""
-    rows: list[Row] = []
     for layout in LAYOUTS.values():
         layers = Layers(shape, layout, device)
         copy = PlainCopy(layers.buffer)
         cases = _layer_cases(layers, layout.name)
-        rows += measure(cases, copy, layers.addresses, device, repeats)
-    return rows
+        yield from measure(cases, copy, layers.addresses, device, repeats)
 
 
 def _layer_cases(layers: Layers, layout: str) -> list[Case]:
@@ -293,14 +293,16 @@ def run(
     repeats: int,
     cycles: int,
     peers: bool,
+    limit_s: float,
     progress: Callable[[str], None],
-) -> list[Row]:
-    """Every row of `vllm-megamoe bench reload`.
+) -> Iterator[Row]:
+    """Every row of `vllm-megamoe bench reload`, as soon as it is known.
 
     Args:
         device: `cpu`, `cuda`, or empty for the accelerator if there is one.
         cycles: updates of the shipped model there and back; 0 for none.
         peers: measure vLLM's loaders, and ours in vLLM, too.
+        limit_s: for each process of vLLM, its start included; cycles get more.
         progress: told what is about to run.
 
     Raises:
@@ -317,14 +319,14 @@ def run(
         raise ValueError(f"shape {shape!r} is unknown; use one of {', '.join(SHAPES)}.")
     where = torch.device(on)
     progress("layers")
-    rows = layer_rows(SHAPES[shape], where, repeats)
+    yield from layer_rows(SHAPES[shape], where, repeats)
     progress("calls")
-    rows += call_rows(SHAPES[shape], where, repeats)
+    yield from call_rows(SHAPES[shape], where, repeats)
     arms = [(kind, repeats) for kind in ("nvfp4", "bf16", "megamoe") if peers]
     if cycles:
         arms.append(("cycles", cycles))
     for kind, turns in arms:
         arm = Arm(kind=kind, device=on, shape=shape, repeats=turns)
         progress(arm.title)
-        rows += run_arm(arm)
-    return rows
+        more = _CYCLE_S * turns if kind == "cycles" else 0
+        yield from run_arm(arm, limit_s + more)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..ledger import Ledger
 from ..loader import Placed, Placement, recording
+from .replay import Replay
 from .strided import (
     Copy,
     Gather,
@@ -80,6 +81,7 @@ class CopyPlan:
         self._generations: dict[Placement, int] = {}
         self._homes: dict[int, tuple[Tensor, int]] = {}
         self._buckets: dict[Bucket, BucketPlan] = {}
+        self._lanes: list[torch.cuda.Stream] = []
         self._epoch = 0
 
     @property
@@ -99,6 +101,8 @@ class CopyPlan:
             self._epoch += 1
             for known in (self._traced, self._buffers, self._generations, self._homes):
                 known.clear()
+            for bucket in self._buckets.values():
+                bucket.forget()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors into the live parameters: any order, any split, any memory.
@@ -261,7 +265,7 @@ class BucketPlan:
         self._bucket = bucket
         self._compiled: tuple[int, int] | None = None
         self._computed: str | None = None
-        self._copies: Copies = []
+        self._replay = Replay([], [])
         self._marks: list[tuple[Ledger, str, slice]] = []
 
     def fits(self, buffer: Tensor) -> bool:
@@ -295,9 +299,13 @@ class BucketPlan:
                 f"{self._computed}: the model computes on it while loading, so it "
                 "cannot be copied out of a bucket. Use `CopyPlan.load`."
             )
-        run_copies(self._copies, buffer)
+        self._replay.run(buffer)
         for ledger, tensor, slots in self._marks:
             ledger.mark_all(tensor, slots)
+
+    def forget(self) -> None:
+        """Drop what was compiled and captured; the next buffer compiles anew."""
+        self._compiled, self._replay = None, Replay([], [])
 
     def _compile(self, aligned: int) -> None:
         blanks = {
@@ -310,7 +318,8 @@ class BucketPlan:
         if self._computed is not None:
             return
         pieces = _pieces(entries, self._bucket.offsets)
-        self._copies = compile_copies(pieces, aligned)
+        copies = compile_copies(pieces, aligned)
+        self._replay = Replay(copies, self._plan._lanes)
         self._marks = list(_marks(entries))
 
 
