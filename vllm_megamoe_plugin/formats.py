@@ -146,7 +146,9 @@ def quantize_tokens_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = x.view(x.shape[0], x.shape[1] // NVFP4_GROUP, NVFP4_GROUP)
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     largest = amax.amax(dim=1, keepdim=True)
-    scale = (largest / NVFP4_RANGE).masked_fill_(largest == 0, 1.0)
+    # by a tensor: CUDA multiplies by the inverse of a number, which may round otherwise
+    scale = largest / torch.full_like(largest, NVFP4_RANGE)
+    scale.masked_fill_(largest == 0, 1.0)
     return _quantize_blocks(blocks, amax, scale).view(x.shape), scale.view(-1, 1)
 
 

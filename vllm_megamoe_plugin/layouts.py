@@ -14,6 +14,7 @@ Parameters keep the checkpoint's element type, in the byte order of the kernel.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def read_back(view: View, expert: Tensor, shape: tuple[int, ...], half: int) -> 
     return shard
 
 
-# --- plain: [gate; up] rows, checkpoint order. Reference and portable kernels. ---
+# --- plain: [gate; up] rows, checkpoint order. The reference. ---
 
 
 def _plain_w13(expert: Tensor, shard: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -139,4 +140,47 @@ DEEP_GEMM = Layout(
     scale_col_multiple=4,
 )
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PLAIN, DEEP_GEMM)}
+
+# --- portable: our Triton kernels. [gate; up] rows in groups of 8; a group's columns in
+# tiles of 64 bytes of values and their 8 scales (less where the row is no multiple of
+# that): [N/8, tiles, 8, width], so that what a warp loads at once is one run. ---
+
+
+def portable_width(columns: int, element_size: int) -> int:
+    """Elements of a row in one tile of values."""
+    return gcd(columns, 64 // element_size)
+
+
+def _tiled(half_of_expert: Tensor, shard: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    # (8a + b, width * c + d) -> a, c, b, d
+    rows, columns = shard.shape
+    return (
+        half_of_expert.view(rows // 8, columns // width, 8, width),
+        shard.reshape(rows // 8, 8, columns // width, width).transpose(1, 2),
+    )
+
+
+# `half` is 0 for w2, whose rows are then the whole of it.
+def _portable(expert: Tensor, shard: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    width = portable_width(shard.shape[1], expert.element_size())
+    return _tiled(*_plain_w13(expert, shard, half), width)
+
+
+def _portable_scale(expert: Tensor, shard: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    return _tiled(*_plain_w13(expert, shard, half), gcd(shard.shape[1], 8))
+
+
+PORTABLE = Layout(
+    name="portable",
+    w13=_portable,
+    w2=_portable,
+    w13_scale=_portable_scale,
+    w2_scale=_portable_scale,
+    scale_shape=lambda n, g: (n, g),
+    row_multiple=16,
+    scale_col_multiple=1,
+)
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (PLAIN, DEEP_GEMM, PORTABLE)
+}

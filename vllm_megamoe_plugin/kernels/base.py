@@ -15,6 +15,9 @@ from torch import Tensor
 from ..formats import WeightFormat
 from ..layouts import Layout
 
+#: vLLM's names of the one activation that kernels know: silu(gate) * up.
+ACTIVATIONS = ("silu", "swiglu")
+
 
 class KernelUnavailableError(RuntimeError):
     """No kernel, or not the one asked for, can run the problem."""

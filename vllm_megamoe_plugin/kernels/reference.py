@@ -31,9 +31,7 @@ from torch import Tensor
 from ..formats import WeightFormat, fake_quantize_nvfp4, quantize_tokens_nvfp4
 from ..layouts import PLAIN
 from ..scales import check_l2_scale_tensor
-from .base import Problem, Run, Support, Tensors
-
-_ACTIVATIONS = ("silu", "swiglu")
+from .base import ACTIVATIONS, Problem, Run, Support, Tensors
 
 
 def reference_moe(
@@ -175,7 +173,7 @@ class ReferenceKernel:
         return Support.unless(
             (problem.mode in fmt.modes, f"runs {modes}, asked for {problem.mode}"),
             (
-                problem.activation in _ACTIVATIONS,
+                problem.activation in ACTIVATIONS,
                 f"knows the activation silu, got {problem.activation}",
             ),
             (not problem.graphs, "is not captured into graphs; add --enforce-eager"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..layouts import PLAIN, Layout
 from .base import Kernel, KernelUnavailableError, Problem, Run, Support, Tensors
+from .portable.adapter import PortableKernel
 from .reference import ReferenceKernel
 
 
@@ -37,7 +38,7 @@ KERNELS: tuple[Kernel, ...] = (
     NotYet("deep_gemm", "SM100/SM103", (10,)),
     NotYet("flashinfer_ep", "SM90, SM100/SM103 or SM120/SM121", (9, 10, 12)),
     NotYet("b12x", "SM120/SM121", (12,)),
-    NotYet("portable", "SM80 or newer", (8, 9)),
+    PortableKernel(),
     ReferenceKernel(),
 )
 
